@@ -305,14 +305,15 @@ inline void widen(float* out, const uint16_t* in) {
   }
 }
 
-// kt[d][key] = k[key][d] for `keys` keys, 0 up to the next multiple of LANES. A 32-bit word is a pair (d even, d odd).
+// kt[d][key] = k[key][d] for `keys` keys; the last one again up to the next multiple of LANES.
+// A 32-bit word is a pair (d even, d odd).
 void load_keys(float (*kt)[KEY_TILE], const uint16_t* k, int64_t stride, int keys) {
   for (int key = 0; key < keys; key += LANES) {
     for (int pair = 0; pair < HEAD_DIM / 2; pair += LANES) {
       uvec a[LANES], b[LANES];
 #pragma GCC unroll 16
       for (int i = 0; i < LANES; i++)
-        a[i] = key + i < keys ? load<uvec>(k + (key + i) * stride + 2 * pair) : uvec{};
+        a[i] = load<uvec>(k + std::min(key + i, keys - 1) * stride + 2 * pair);
 #pragma GCC unroll 4
       for (int round = 1; round < LANES; round *= 2) {  // log2(LANES) perfect shuffles of the rows transpose them
 #pragma GCC unroll 8
