@@ -28,6 +28,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 #include "attn_abi.h"
 
@@ -127,10 +128,10 @@ __device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[
 // ------------------------------------------------------------------------------------------------ loads and addresses
 // A tile in shared memory: rows of ROW_CHUNKS 16-byte chunks, a row's chunks permuted so that eight rows of one column
 // lie in eight different bank groups.
-template <int ROW_CHUNKS>
-__device__ __forceinline__ int tile_offset(int row, int chunk) {
-  constexpr int SPAN = ROW_CHUNKS < 8 ? ROW_CHUNKS : 8;
-  constexpr int ROWS_PER_BANK_CYCLE = 8 / SPAN;
+template <unsigned ROW_CHUNKS>
+__device__ __forceinline__ unsigned tile_offset(unsigned row, unsigned chunk) {
+  constexpr unsigned SPAN = ROW_CHUNKS < 8 ? ROW_CHUNKS : 8;
+  constexpr unsigned ROWS_PER_BANK_CYCLE = 8 / SPAN;
   return (row * ROW_CHUNKS + (chunk ^ (row / ROWS_PER_BANK_CYCLE % SPAN))) * 16;
 }
 
@@ -159,18 +160,18 @@ __device__ __forceinline__ void load_matrices_transposed(uint32_t (&r)[4], uint3
                : "memory");
 }
 
-// Keys [first, first + BLOCK_N) of COLUMNS dims into a tile; rows at or past `keys` become zero.
+// BLOCK_N rows of COLUMNS dims from `source` into a tile; rows at or past `rows_left` become zero and are not read.
 template <int COLUMNS>
-__device__ __forceinline__ void load_tile(uint32_t tile, const bf16* source, int64_t row_stride, int64_t first, int64_t keys) {
-  constexpr int ROW_CHUNKS = COLUMNS / CHUNK;
-  constexpr int ROWS_PER_PASS = NUM_THREADS / ROW_CHUNKS;
-  static_assert(NUM_THREADS % ROW_CHUNKS == 0, "a thread keeps its chunk from pass to pass");
-  const int chunk = threadIdx.x % ROW_CHUNKS;
+__device__ __forceinline__ void load_tile(uint32_t tile, const bf16* source, int64_t row_stride, int64_t rows_left) {
+  constexpr unsigned ROW_CHUNKS = COLUMNS / CHUNK, ROWS_PER_PASS = NUM_THREADS / ROW_CHUNKS;
+  static_assert(NUM_THREADS % ROW_CHUNKS == 0 && BLOCK_N % ROWS_PER_PASS == 0, "every thread copies one chunk a pass");
+  const unsigned chunk = threadIdx.x % ROW_CHUNKS, row0 = threadIdx.x / ROW_CHUNKS;
+  const bf16* from = source + row0 * row_stride + chunk * CHUNK;
 #pragma unroll
-  for (int row = threadIdx.x / ROW_CHUNKS; row < BLOCK_N; row += ROWS_PER_PASS) {
-    const bool exists = first + row < keys;
-    const bf16* from = exists ? source + (first + row) * row_stride + chunk * CHUNK : source;
-    copy_async(tile + tile_offset<ROW_CHUNKS>(row, chunk), from, exists);
+  for (unsigned pass = 0; pass < BLOCK_N / ROWS_PER_PASS; ++pass, from += ROWS_PER_PASS * row_stride) {
+    const unsigned row = row0 + pass * ROWS_PER_PASS;
+    const bool exists = row < rows_left;
+    copy_async(tile + tile_offset<ROW_CHUNKS>(row, chunk), exists ? from : source, exists);
   }
 }
 
@@ -279,8 +280,9 @@ __global__ void __launch_bounds__(NUM_THREADS, 1) prefill_kernel(const UnifiedAt
 
   const int64_t tiles = block_visible <= 0 ? 0 : (block_visible + BLOCK_N - 1) / BLOCK_N;
   auto load = [&](int64_t tile, int stage) {
-    load_tile<HEAD_DIM>(shared_address(shared.sK[stage]), gK, p.k_stride[2], tile * BLOCK_N, seq.keys);
-    load_tile<HEAD_DIM>(shared_address(shared.sV[stage]), gV, p.v_stride[2], tile * BLOCK_N, seq.keys);
+    const int64_t first_key = tile * BLOCK_N;
+    load_tile<HEAD_DIM>(shared_address(shared.sK[stage]), gK + first_key * p.k_stride[2], p.k_stride[2], seq.keys - first_key);
+    load_tile<HEAD_DIM>(shared_address(shared.sV[stage]), gV + first_key * p.v_stride[2], p.v_stride[2], seq.keys - first_key);
     commit_copies();
   };
   if (tiles > 0) load(tiles - 1, 0);
@@ -370,7 +372,7 @@ __global__ void __launch_bounds__(NUM_THREADS, 1) prefill_kernel(const UnifiedAt
 // CTA computes all scores of its rows; the eight warps share a tile's keys for the scores and the SLICE dims for P V.
 template <int SLICE>
 struct DecodeTraits {
-  static constexpr int NUM_STAGES = SLICE == 128 ? 2 : SLICE >= 32 ? 3 : 4;
+  static constexpr int NUM_STAGES = SLICE == 128 ? 2 : 3;  // what 163 KiB of shared memory hold
   static constexpr int VALUE_BYTES = BLOCK_N * SLICE * 2;
   static constexpr int VALUE_WARPS = SLICE / MMA_N < NUM_WARPS ? SLICE / MMA_N : NUM_WARPS;
   static constexpr int WARP_DIMS = SLICE / VALUE_WARPS;  // 8 or 16
@@ -408,15 +410,19 @@ __global__ void __launch_bounds__(NUM_THREADS, 1) decode_kernel(const UnifiedAtt
 
   // Step i handles tile tiles - 1 - i. One group of copies a step, STAGES steps ahead: K of step i + STAGES and V of
   // step i + STAGES - 1, so that K is there one step before V, when its scores are due.
-  auto load = [&](int64_t step_k, int64_t step_v) {
-    if (step_k < tiles)
-      load_tile<HEAD_DIM>(shared_address(shared.sK[step_k % STAGES]), gK, p.k_stride[2], (tiles - 1 - step_k) * BLOCK_N, seq.keys);
-    if (step_v >= 0 && step_v < tiles)
-      load_tile<SLICE>(shared_address(shared.sV[step_v % STAGES]), gV, p.v_stride[2], (tiles - 1 - step_v) * BLOCK_N, seq.keys);
+  auto load = [&](int64_t step_k, int stage_k, int64_t step_v, int stage_v) {
+    if (step_k < tiles) {
+      const int64_t first_key = (tiles - 1 - step_k) * BLOCK_N;
+      load_tile<HEAD_DIM>(shared_address(shared.sK[stage_k]), gK + first_key * p.k_stride[2], p.k_stride[2], seq.keys - first_key);
+    }
+    if (step_v >= 0 && step_v < tiles) {
+      const int64_t first_key = (tiles - 1 - step_v) * BLOCK_N;
+      load_tile<SLICE>(shared_address(shared.sV[stage_v]), gV + first_key * p.v_stride[2], p.v_stride[2], seq.keys - first_key);
+    }
     commit_copies();
   };
 #pragma unroll
-  for (int i = 0; i < STAGES; ++i) load(i, i - 1);
+  for (int i = 0; i < STAGES; ++i) load(i, i, i - 1, i - 1);
 
   uint32_t q[QUERY_SLICES][4];
   load_query(q, head[0] < group ? gQ + head[0] * p.q_stride[1] : nullptr,
@@ -429,17 +435,47 @@ __global__ void __launch_bounds__(NUM_THREADS, 1) decode_kernel(const UnifiedAtt
   const bool owns_values = warp < Traits::VALUE_WARPS;
   const int sum_row = NUM_WARPS - 1 - warp;  // 0: rows lane / 4; 1: rows lane / 4 + 8; others sum nothing
 
-  auto start_scores = [&] {
+  // Scores of one tile and P V of the tile before it, slice by slice: four independent chains of MMAs. Branches sit
+  // outside, since a branch between slices would keep the loads of the next from running ahead.
+  auto advance = [&](auto with_scores, auto with_values, uint32_t sK, uint32_t sV) {
+    if constexpr (decltype(with_scores)::value) {
 #pragma unroll
-    for (int n = 0; n < 2; ++n)
+      for (int n = 0; n < 2; ++n)
 #pragma unroll
-      for (int e = 0; e < 4; ++e) s[n][e] = 0.f;
-  };
-  auto score_slice = [&](uint32_t sK, int d) {
-    uint32_t k[4];
-    load_matrices(k, key_fragment(sK, warp, d, lane));
-    numerics::mma_m16n8k16(s[0], q[d], k[0], k[1]);
-    numerics::mma_m16n8k16(s[1], q[d], k[2], k[3]);
+        for (int e = 0; e < 4; ++e) s[n][e] = 0.f;
+    }
+    static_assert(KEY_SLICES == QUERY_SLICES, "the two advance together");
+#pragma unroll
+    for (int i = 0; i < KEY_SLICES; i += 2) {
+      if constexpr (decltype(with_scores)::value) {
+#pragma unroll
+        for (int d = i; d < i + 2; ++d) {
+          uint32_t k[4];
+          load_matrices(k, key_fragment(sK, warp, d, lane));
+          numerics::mma_m16n8k16(s[0], q[d], k[0], k[1]);
+          numerics::mma_m16n8k16(s[1], q[d], k[2], k[3]);
+        }
+      }
+      if constexpr (decltype(with_values)::value) {
+        uint32_t v[2][4];
+        if constexpr (WARP_DIMS == 16) {
+#pragma unroll
+          for (int n = 0; n < 2; ++n)
+            load_matrices_transposed(v[n], sV + tile_offset<SLICE / CHUNK>((i + n) * 16 + (lane & 15), 2 * warp + (lane >> 4)));
+        } else {  // one load holds eight dims of both slices
+          uint32_t both[4];
+          load_matrices_transposed(both, sV + tile_offset<SLICE / CHUNK>(i * 16 + lane, warp));
+          v[0][0] = both[0], v[0][1] = both[1], v[1][0] = both[2], v[1][1] = both[3];
+        }
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+          const uint4 a = shared.sP[i + n][lane];
+          const uint32_t probability[4] = {a.x, a.y, a.z, a.w};
+#pragma unroll
+          for (int b = 0; b < WARP_BLOCKS; ++b) numerics::mma_m16n8k16(o[b], probability, v[n][2 * b], v[n][2 * b + 1]);
+        }
+      }
+    }
   };
   auto publish_maximum = [&](int64_t step) {
     const int64_t visible = seq.keys - (tiles - 1 - step) * BLOCK_N;
@@ -454,18 +490,18 @@ __global__ void __launch_bounds__(NUM_THREADS, 1) decode_kernel(const UnifiedAtt
       if (lane % 4 == 0) shared.sMax[warp][head[r]] = warp_top;
     }
   };
+  constexpr std::true_type with{};
+  constexpr std::false_type without{};
 
   if (tiles > 0) {
     wait_copies<STAGES - 1>();
     __syncthreads();
-    start_scores();
-#pragma unroll
-    for (int d = 0; d < QUERY_SLICES; ++d) score_slice(shared_address(shared.sK[0]), d);
+    advance(with, without, shared_address(shared.sK[0]), 0);
     publish_maximum(0);
   }
+  int stage = 0;
   for (int64_t step = 0; step < tiles; ++step) {
     __syncthreads();  // the tile's maxima are there; K of this step and V of the last one have been read
-    load(step + STAGES, step + STAGES - 1);
     float alpha[2];
     uint32_t packed[4];
 #pragma unroll
@@ -486,9 +522,23 @@ __global__ void __launch_bounds__(NUM_THREADS, 1) decode_kernel(const UnifiedAtt
       if (head[r] < group) *reinterpret_cast<float4*>(&shared.sChain[4 * head[r] + lane % 4][4 * warp]) = chain;
     }
     shared.sP[warp][lane] = make_uint4(packed[0], packed[1], packed[2], packed[3]);
+    load(step + STAGES, stage, step + STAGES - 1, stage == 0 ? STAGES - 1 : stage - 1);
     wait_copies<STAGES - 1>();
     __syncthreads();  // P of this tile, its V, and the next tile's K are there
 
+    const int next_stage = stage + 1 == STAGES ? 0 : stage + 1;
+    const uint32_t sK = shared_address(shared.sK[next_stage]), sV = shared_address(shared.sV[stage]);
+#pragma unroll
+    for (int b = 0; b < WARP_BLOCKS; ++b)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) o[b][e] = numerics::multiply(o[b][e], alpha[e / 2]);
+    if (step + 1 < tiles) {
+      if (owns_values) advance(with, with, sK, sV);
+      else advance(with, without, sK, sV);
+      publish_maximum(step + 1);
+    } else if (owns_values) {
+      advance(without, with, sK, sV);
+    }
     if (sum_row < 2 && lane / 4 + 8 * sum_row < group) {
       const float* chain = shared.sChain[4 * (lane / 4 + 8 * sum_row) + lane % 4];
 #pragma unroll
@@ -498,42 +548,8 @@ __global__ void __launch_bounds__(NUM_THREADS, 1) decode_kernel(const UnifiedAtt
         l = numerics::sum_next(numerics::sum_next(numerics::sum_next(l, x.y), x.z), x.w);
       }
     }
-    const bool more = step + 1 < tiles;
-    const uint32_t sK = shared_address(shared.sK[(step + 1) % STAGES]), sV = shared_address(shared.sV[step % STAGES]);
-    if (more) start_scores();
-#pragma unroll
-    for (int b = 0; b < WARP_BLOCKS; ++b)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) o[b][e] = numerics::multiply(o[b][e], alpha[e / 2]);
-#pragma unroll
-    for (int n = 0; n < KEY_SLICES; n += 2) {
-      if (owns_values) {
-        uint32_t v[2][4];  // two key slices
-        if constexpr (WARP_DIMS == 16) {
-#pragma unroll
-          for (int i = 0; i < 2; ++i)
-            load_matrices_transposed(v[i], sV + tile_offset<SLICE / CHUNK>((n + i) * 16 + (lane & 15), 2 * warp + (lane >> 4)));
-        } else {
-          uint32_t both[4];
-          load_matrices_transposed(both, sV + tile_offset<SLICE / CHUNK>(n * 16 + lane, warp));
-          v[0][0] = both[0], v[0][1] = both[1], v[1][0] = both[2], v[1][1] = both[3];
-        }
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const uint4 a = shared.sP[n + i][lane];
-          const uint32_t probability[4] = {a.x, a.y, a.z, a.w};
-#pragma unroll
-          for (int b = 0; b < WARP_BLOCKS; ++b) numerics::mma_m16n8k16(o[b], probability, v[i][2 * b], v[i][2 * b + 1]);
-        }
-      }
-      if (more) {
-        score_slice(sK, n);
-        score_slice(sK, n + 1);
-      }
-    }
-    if (more) publish_maximum(step + 1);
+    stage = next_stage;
   }
-  static_assert(KEY_SLICES == QUERY_SLICES, "P V of a tile and the scores of the next advance together");
 
   if (sum_row < 2) {
     const float sum = numerics::quad_sum(l);
@@ -557,8 +573,8 @@ __global__ void __launch_bounds__(NUM_THREADS, 1) decode_kernel(const UnifiedAtt
 }
 
 // --------------------------------------------------------------------------------------------- tile policy and launch
-// Output dims a decode CTA owns. Splitting them over more CTAs fills the device but makes each read all of K again:
-// measured on an H200, four slices is where the extra L2 reads of long contexts start to cost more than they bring.
+// CTAs that share the output dims of one KV head in decode. More of them fill the device, but each reads all of K again:
+// on an H200 at batch 1 four gain 11 % over one, eight only 4 % more.
 int decode_slices(int64_t kv_heads, int num_sms) {
   int slices = 1;
   while (slices < 4 && kv_heads * slices * 2 <= num_sms) slices *= 2;
