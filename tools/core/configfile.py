@@ -42,7 +42,7 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()
         for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)  # type: ignore[no-untyped-call]
+            key = self.construct_object(key_node, deep=True)
             line = key_node.start_mark.line + 1
             if not isinstance(key, str):
                 raise UserError(f"line {line}: key {key!r} is not text")
@@ -56,7 +56,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     """One YAML file, which must hold a mapping."""
     data = files.read_bytes(path)
     try:
-        value = yaml.load(data, Loader=_Loader)  # noqa: S506 (a SafeLoader)
+        value = yaml.load(data, Loader=_Loader)
     except UserError as error:
         raise UserError(f"{show_path(path)}: {error}") from None
     except (yaml.YAMLError, UnicodeDecodeError, ValueError, RecursionError) as error:
@@ -123,9 +123,7 @@ def _rebase_paths(layer: dict[str, Any], file: Path, root: Path) -> None:
         if isinstance(unit.get("source"), str):
             unit["source"] = _rebase(unit["source"], file, root, f"{where}.source")
         if isinstance(unit.get("files"), dict):
-            unit["files"] = {
-                _rebase(name, file, root, f"{where}.files"): digest for name, digest in unit["files"].items()
-            }
+            unit["files"] = {_rebase(name, file, root, f"{where}.files"): digest for name, digest in unit["files"].items()}
 
 
 def _rebase(name: str, file: Path, root: Path, where: str) -> str:

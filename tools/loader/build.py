@@ -35,7 +35,9 @@ from tools.loader import ninja, ptxas, toolchain
 
 FORMAT = 1  # of the cache; part of every key
 SUFFIXES = {"nvcc": (".cu",), "c++": (".cpp", ".cc", ".cxx")}
-_MISSING = re.compile(r"fatal error: (?:'([^']+)' file not found|([^:\n]+): No such file)|could not open source file \"([^\"]+)\"")
+_MISSING = re.compile(
+    r"fatal error: (?:'([^']+)' file not found|([^:\n]+): No such file)|could not open source file \"([^\"]+)\""
+)
 _ERROR = re.compile(r"^.*(?:\berror\b|\bfatal\b|undefined reference).*$", re.MULTILINE | re.IGNORECASE)
 
 
@@ -205,15 +207,17 @@ def _failure(failed: str, log: str, kept: Path, path: Path, timeout: float) -> B
         return BuildError(f"{show_path(path)}: the compiler took more than {timeout:g} s", "TIMEOUT", log)
     if missing := _MISSING.search(log):
         name = next(group for group in missing.groups() if group)
-        return BuildError(f"{show_path(path)}: includes {name}, which the config does not declare (kernel.files)", "REFUSED", log)
+        return _undeclared(path, name, log)
     first = _ERROR.search(log)
     words = first.group(0) if first else next((line for line in log.splitlines() if line.strip()), failed)
     return BuildError(f"{show_path(path)}: does not compile: {words.strip()[:300]} (log: {show_path(kept)})", log=log)
 
 
-def _check_headers(
-    work: Path, tools: toolchain.Toolchain, contents: dict[str, bytes], path: Path, log: str
-) -> dict[str, str]:
+def _undeclared(path: Path, name: str, log: str) -> BuildError:
+    return BuildError(f"{show_path(path)}: includes {name}, which the config does not declare (kernel.files)", "REFUSED", log)
+
+
+def _check_headers(work: Path, tools: toolchain.Toolchain, contents: dict[str, bytes], path: Path, log: str) -> dict[str, str]:
     """Hashes of all headers that the build read beside declared files; BuildError for one from anywhere else."""
     headers: dict[str, str] = {}
     declared = {os.path.normpath(work / "src" / name) for name in contents}
@@ -223,7 +227,7 @@ def _check_headers(
         if file in declared:
             continue
         if not any(Path(file).is_relative_to(root) for root in roots):
-            raise BuildError(f"{show_path(path)}: includes {file}, which the config does not declare (kernel.files)", "REFUSED", log)
+            raise _undeclared(path, file, log)
         headers[file] = files.sha256_file(Path(file))
     return headers
 

@@ -5,6 +5,7 @@ Raises UserError; returns nothing but facts. See tools/loader/interface.py for t
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ def check_device(tensors: dict[str, Any], device: torch.device) -> torch.device:
             raise UserError(f"{name} is a {type(tensor).__name__}, not a tensor")
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
             raise UserError(f"{name} is a {type(tensor).__name__}, not a plain tensor")
-    first = next(iter(tensors.values())).device
+    first: torch.device = next(iter(tensors.values())).device
     for name, tensor in tensors.items():
         if tensor.device.type != device.type or device.index not in (None, tensor.device.index):
             raise UserError(f"{name} is on {tensor.device}, this kernel runs on {device}")
@@ -168,7 +169,7 @@ def check_offsets(offsets: list[int], total: int) -> int:
     """Offsets of packed sequences on the host: from 0 up to the total, never falling; returns the longest length."""
     if offsets[0] != 0 or offsets[-1] != total:
         raise UserError(f"cu_seqlens runs from {offsets[0]} to {offsets[-1]}, not from 0 to the total of {total} rows")
-    lengths = [after - before for before, after in zip(offsets, offsets[1:], strict=False)]
+    lengths = [after - before for before, after in itertools.pairwise(offsets)]
     for index, length in enumerate(lengths):
         if length < 0:
             raise UserError(f"cu_seqlens falls from {offsets[index]} to {offsets[index + 1]} at sequence {index}")

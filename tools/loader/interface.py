@@ -186,9 +186,7 @@ def _set_tensor(params: Params, name: str, tensor: Tensor, dims: tuple[int | Non
     and gets the head dimension, an aligned one."""
     setattr(params, name, tensor.data_ptr())
     sizes, strides = tensor.shape, tensor.stride()
-    getattr(params, f"{name}_stride")[:] = [
-        0 if dim is None else HEAD_DIM if sizes[dim] == 1 else strides[dim] for dim in dims
-    ]
+    getattr(params, f"{name}_stride")[:] = [0 if dim is None else HEAD_DIM if sizes[dim] == 1 else strides[dim] for dim in dims]
 
 
 def _outputs(

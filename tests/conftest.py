@@ -1,0 +1,34 @@
+"""Options and fixtures of all tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--gpu", default="h200", metavar="TARGET", help="target of the tests marked gpu")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if not marked:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="torch sees no GPU"))
+
+
+@pytest.fixture
+def gpu(request: pytest.FixtureRequest) -> str:
+    """The target of GPU tests."""
+    return str(request.config.getoption("--gpu"))
+
+
+@pytest.fixture(scope="session")
+def repo() -> Path:
+    """The repository's root."""
+    return Path(__file__).resolve().parents[1]
