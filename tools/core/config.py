@@ -6,8 +6,8 @@
 A config extends another file (deep merge: mappings merge, anything else replaces, null removes an inherited key) and is
 checked against experimental/schemas/config.schema.json. Every error is one UserError line: file, path of the offending
 value, what was expected. Paths inside a config are relative to the file that states them; the resolved config holds
-them relative to the root (the repository, or the config's own folder where it lies elsewhere). Sections are hashed
-apart, so that a changed prompt leaves the contract's hash alone.
+them relative to the target's root (the repository, or the config's own folder where it lies elsewhere). Sections are
+hashed apart, so that a changed prompt leaves the contract's hash alone.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Target:
 
     name: str
     path: Path  # the config.yaml
-    root: Path  # every path of `config` is relative to it, and every file lies inside it
+    root: Path  # what paths of `config` are relative to; files lie inside it or inside the repository
     config: dict[str, Any]
     sections: dict[str, str]  # SHA-256 of each section's canonical JSON
     merged: Merged = field(repr=False, compare=False)
@@ -86,8 +86,8 @@ class Target:
         path = self.root / name
         if not path.is_file():
             raise self.error(key, f"no file {show_path(path)}")
-        if not path.resolve().is_relative_to(self.root.resolve()):
-            raise self.error(key, f"{name} leads outside {self.root} ({path.resolve()})")
+        if not any(path.resolve().is_relative_to(root) for root in (self.root, REPO_ROOT)):
+            raise self.error(key, f"{name} leads outside {self.root}, to {path.resolve()}")
         return path
 
 
@@ -106,15 +106,14 @@ def load_target(name: str | None = None, config: Path | None = None) -> Target:
         path = EXPERIMENTAL / name / "config.yaml"
     else:
         raise UserError("name a target (--gpu) or a config file (--config)")
-    path = path.absolute()
-    root = REPO_ROOT if path.resolve().is_relative_to(REPO_ROOT) else path.resolve().parent
-    merged = read_merged(path, root)
+    path = path.resolve()
+    merged = read_merged(path)
     _check(merged)
     resolved = merged.value
     if name is not None and resolved["target"]["name"] != name:
         raise UserError(f"{show_path(path)}: target.name: {resolved['target']['name']!r} is not {name!r}")
     sections = {section: files.sha256_json(resolved[section]) for section in SECTIONS}
-    return Target(resolved["target"]["name"], path, root, resolved, sections, merged)
+    return Target(resolved["target"]["name"], path, merged.root, resolved, sections, merged)
 
 
 @functools.cache

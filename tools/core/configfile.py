@@ -1,6 +1,6 @@
 """Reading YAML files that extend one another, with the file that stated each value.
 
-Knows nothing of what a config means, except which of its values are paths of files (PATH_KEYS).
+Knows nothing of what a config means, except that `kernel` and `kernel.witness` name files.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import yaml
 
 from tools.core import files
 from tools.core.errors import UserError
-from tools.core.files import show_path
+from tools.core.files import REPO_ROOT, show_path
 
 Path_ = tuple[str, ...]
 MAX_DEPTH = 8  # files in one chain of `extends`
@@ -27,6 +27,7 @@ class Merged:
     value: dict[str, Any]
     origins: dict[Path_, Path]
     chain: tuple[Path, ...]  # the file itself first, then what it extends
+    root: Path  # what its paths of files are relative to
 
     def origin(self, where: Path_) -> Path:
         """The file that stated the value at a path, or the nearest mapping around it."""
@@ -68,8 +69,12 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return value
 
 
-def read_merged(path: Path, root: Path) -> Merged:
-    """A file with everything it extends; paths of files rewritten relative to `root`."""
+def read_merged(path: Path) -> Merged:
+    """A file with everything it extends.
+
+    Paths of files become relative to the root: the repository, or for a config elsewhere the folder that holds it and
+    what it extends. Such a config may also name files of the repository; those become absolute.
+    """
     chain: list[Path] = []
     layers: list[dict[str, Any]] = []
     current: Path | None = path
@@ -89,10 +94,12 @@ def read_merged(path: Path, root: Path) -> Merged:
         current = Path(os.path.normpath(current.parent / parent)) if parent is not None else None
     value: dict[str, Any] = {}
     origins: dict[Path_, Path] = {}
+    outside = [str(file.parent) for file in chain if not file.is_relative_to(REPO_ROOT)]
+    root = REPO_ROOT if path.is_relative_to(REPO_ROOT) else Path(os.path.commonpath(outside))
     for file, layer in zip(reversed(chain), reversed(layers), strict=True):
         _rebase_paths(layer, file, root)
         _merge(value, layer, (), file, origins)
-    return Merged(value, origins, tuple(chain))
+    return Merged(value, origins, tuple(chain), root)
 
 
 def _merge(base: dict[str, Any], layer: dict[str, Any], where: Path_, file: Path, origins: dict[Path_, Path]) -> None:
@@ -127,7 +134,9 @@ def _rebase_paths(layer: dict[str, Any], file: Path, root: Path) -> None:
 
 
 def _rebase(name: str, file: Path, root: Path, where: str) -> str:
-    relative = os.path.relpath(file.parent.absolute() / name, root)
-    if os.path.isabs(name) or relative.split(os.sep)[0] == os.pardir:
-        raise UserError(f"{show_path(file)}: {where}: {name!r} lies outside {root}")
-    return Path(relative).as_posix()
+    path = Path(os.path.normpath(file.parent / name))
+    if path.is_relative_to(root):
+        return path.relative_to(root).as_posix()
+    if path.is_relative_to(REPO_ROOT):
+        return path.as_posix()
+    raise UserError(f"{show_path(file)}: {where}: {name!r} lies outside {root}")

@@ -73,9 +73,10 @@ def build(target: Target, source: Path | None = None, *, role: str = "kernel", v
     Raises UserError for a missing compiler, a changed or missing file; BuildError (with status and log) for a source
     that does not compile, takes too long, or reads a file that it does not declare.
     """
-    contents = target.verified_files(role, without_source=source is not None)
-    source_name = next(iter(target.kernel_files(role)))
-    path = target.root / source_name
+    contents = {_place(name): data for name, data in target.verified_files(role, without_source=source is not None).items()}
+    configured = next(iter(target.kernel_files(role)))
+    source_name = _place(configured)
+    path = target.root / configured
     if source is not None:
         path = source.absolute()
         contents[source_name] = files.read_bytes(path)
@@ -107,6 +108,11 @@ def build(target: Target, source: Path | None = None, *, role: str = "kernel", v
     if verbose:
         print_built(built)
     return built
+
+
+def _place(name: str) -> str:
+    """Where a declared file lies inside the build's folder: as below the root or the repository."""
+    return Path(name).relative_to(REPO_ROOT).as_posix() if Path(name).is_absolute() else name
 
 
 _RECORDED = ("headers", "preprocessed_sha256", "library_sha256", "key", "command", "toolchain", "log", "resources", "seconds")
