@@ -80,7 +80,10 @@ constexpr int MAX_ROWS = 96;  // rows of one work item: a multiple of ROWS, larg
 typedef float vec __attribute__((vector_size(LANES * 4)));
 typedef uint32_t uvec __attribute__((vector_size(LANES * 4)));
 typedef int32_t ivec __attribute__((vector_size(LANES * 4)));
+typedef uint16_t half_vec __attribute__((vector_size(LANES * 2)));
 using Lanes = std::make_integer_sequence<int, LANES>;
+
+#define UNROLL _Pragma("GCC unroll 16")  // accumulators live in registers only if their loops disappear
 
 template <class V>
 inline V load(const void* p) {
@@ -92,6 +95,14 @@ inline V load(const void* p) {
 template <class V>
 inline void store(void* p, V v) {
   memcpy(p, &v, sizeof v);
+}
+
+// LANES values as fp32: from fp32, or widened from bf16.
+inline vec load_float(const float* p) {
+  return load<vec>(p);
+}
+inline vec load_float(const uint16_t* p) {
+  return (vec)(__builtin_convertvector(load<half_vec>(p), uvec) << 16);
 }
 
 inline vec splat(float x) {
@@ -115,6 +126,17 @@ template <int STEP, int... I>
 constexpr auto swap_map(std::integer_sequence<int, I...>) {
   return std::integer_sequence<int, (I ^ STEP)...>{};
 }
+
+// 256-byte rows that a later step reads, brought closer while this step computes. NULL: none.
+struct Ahead {
+  const uint16_t* rows;
+  int64_t stride;
+
+  void fetch(int row) const {
+    if (!rows) return;
+    UNROLL for (int line = 0; line < 4; line++) __builtin_prefetch(rows + row * stride + line * 32);
+  }
+};
 
 // One work item's data, private to a thread. Key tiles are widened to fp32 once and serve all rows of the item.
 struct alignas(64) Scratch {
@@ -195,24 +217,20 @@ inline uint16_t to_bf16(float x) {
 
 // Raw scores of R rows with the first `keys` keys of the tile; the rest of p is filled with any values.
 template <int R>
-void scores(float* p, const float* q, const float* kt, int keys) {
+void scores(float* p, const float* q, const float* kt, int keys, Ahead ahead) {
   for (int c0 = 0; c0 < keys; c0 += COLS * LANES) {
     vec acc[R][COLS] = {};
     for (int d = 0; d < HEAD_DIM; d++) {
+      if (c0 == 0 && d % 2 == 0) ahead.fetch(d / 2);
       vec k[COLS];
-#pragma GCC unroll 8
-      for (int c = 0; c < COLS; c++) k[c] = load<vec>(kt + d * KEY_TILE + c0 + c * LANES);
-#pragma GCC unroll 8
-      for (int r = 0; r < R; r++) {
+      UNROLL for (int c = 0; c < COLS; c++) k[c] = load<vec>(kt + d * KEY_TILE + c0 + c * LANES);
+      UNROLL for (int r = 0; r < R; r++) {
         const vec x = splat(q[r * HEAD_DIM + d]);
-#pragma GCC unroll 8
-        for (int c = 0; c < COLS; c++) acc[r][c] = fma(x, k[c], acc[r][c]);
+        UNROLL for (int c = 0; c < COLS; c++) acc[r][c] = fma(x, k[c], acc[r][c]);
       }
     }
-#pragma GCC unroll 8
-    for (int r = 0; r < R; r++)
-#pragma GCC unroll 8
-      for (int c = 0; c < COLS; c++) store(p + r * KEY_TILE + c0 + c * LANES, acc[r][c]);
+    UNROLL for (int r = 0; r < R; r++)
+      UNROLL for (int c = 0; c < COLS; c++) store(p + r * KEY_TILE + c0 + c * LANES, acc[r][c]);
   }
 }
 
@@ -222,8 +240,7 @@ inline float softmax(float* p, float* m, float* l, int keys) {
   ivec lane;
   for (int i = 0; i < LANES; i++) lane[i] = i;
   vec s[PARTS], top = splat(*m);
-#pragma GCC unroll 16
-  for (int j = 0; j < PARTS; j++) {
+  UNROLL for (int j = 0; j < PARTS; j++) {
     s[j] = load<vec>(p + j * LANES);
     if (keys < KEY_TILE) s[j] = lane + j * LANES < keys ? s[j] : splat(-INF);
     top = larger(s[j], top);
@@ -236,47 +253,40 @@ inline float softmax(float* p, float* m, float* l, int keys) {
   vec alpha = splat(1.0f);  // what exp2(+0) gives
   if (top[0] != *m) alpha = exp2((splat(*m) - top) * scale);
   vec sum[CHAIN_PARTS];
-#pragma GCC unroll 16
-  for (int j = 0; j < PARTS; j++) {
+  UNROLL for (int j = 0; j < PARTS; j++) {
     vec w = exp2((s[j] - top) * scale);
     if (keys < KEY_TILE) w = lane + j * LANES < keys ? w : vec{};
     store(p + j * LANES, w);
     vec& chain = sum[j % CHAIN_PARTS];
     chain = j < CHAIN_PARTS ? fma(load<vec>(l + j * LANES), alpha, w) : chain + w;
   }
-#pragma GCC unroll 4
-  for (int j = 0; j < CHAIN_PARTS; j++) store(l + j * LANES, sum[j]);
+  UNROLL for (int j = 0; j < CHAIN_PARTS; j++) store(l + j * LANES, sum[j]);
   *m = top[0];
   return alpha[0];
 }
 
-// O = O * alpha + P.V over keys [begin, end) of the tile for R rows; alpha NULL: all are 1.
-template <int R>
-void accumulate(float* o, const float* p, const float* v, const float* alpha, int begin, int end) {
+// O = O * alpha + P.V over keys [begin, end) of the tile for R rows; V is bf16 or widened; alpha NULL: all are 1.
+template <int R, class T>
+void accumulate(float* o, const float* p, const T* v, int64_t v_stride, const float* alpha, int begin, int end,
+                Ahead ahead) {
   for (int c0 = 0; c0 < HEAD_DIM; c0 += COLS * LANES) {
     vec acc[R][COLS];
-#pragma GCC unroll 8
-    for (int r = 0; r < R; r++)
-#pragma GCC unroll 8
-      for (int c = 0; c < COLS; c++) {
+    UNROLL for (int r = 0; r < R; r++)
+      UNROLL for (int c = 0; c < COLS; c++) {
         acc[r][c] = load<vec>(o + r * HEAD_DIM + c0 + c * LANES);
         if (alpha) acc[r][c] = acc[r][c] * splat(alpha[r]);
       }
     for (int key = begin; key < end; key++) {
+      if (c0 == 0) ahead.fetch(key);
       vec x[COLS];
-#pragma GCC unroll 8
-      for (int c = 0; c < COLS; c++) x[c] = load<vec>(v + key * HEAD_DIM + c0 + c * LANES);
-#pragma GCC unroll 8
-      for (int r = 0; r < R; r++) {
+      UNROLL for (int c = 0; c < COLS; c++) x[c] = load_float(v + key * v_stride + c0 + c * LANES);
+      UNROLL for (int r = 0; r < R; r++) {
         const vec w = splat(p[r * KEY_TILE + key]);
-#pragma GCC unroll 8
-        for (int c = 0; c < COLS; c++) acc[r][c] = fma(w, x[c], acc[r][c]);
+        UNROLL for (int c = 0; c < COLS; c++) acc[r][c] = fma(w, x[c], acc[r][c]);
       }
     }
-#pragma GCC unroll 8
-    for (int r = 0; r < R; r++)
-#pragma GCC unroll 8
-      for (int c = 0; c < COLS; c++) store(o + r * HEAD_DIM + c0 + c * LANES, acc[r][c]);
+    UNROLL for (int r = 0; r < R; r++)
+      UNROLL for (int c = 0; c < COLS; c++) store(o + r * HEAD_DIM + c0 + c * LANES, acc[r][c]);
   }
 }
 
@@ -311,21 +321,16 @@ void load_keys(float (*kt)[KEY_TILE], const uint16_t* k, int64_t stride, int key
   for (int key = 0; key < keys; key += LANES) {
     for (int pair = 0; pair < HEAD_DIM / 2; pair += LANES) {
       uvec a[LANES], b[LANES];
-#pragma GCC unroll 16
-      for (int i = 0; i < LANES; i++)
+      UNROLL for (int i = 0; i < LANES; i++)
         a[i] = load<uvec>(k + std::min(key + i, keys - 1) * stride + 2 * pair);
-#pragma GCC unroll 4
-      for (int round = 1; round < LANES; round *= 2) {  // log2(LANES) perfect shuffles of the rows transpose them
-#pragma GCC unroll 8
-        for (int i = 0; i < LANES / 2; i++) {
+      UNROLL for (int round = 1; round < LANES; round *= 2) {  // log2(LANES) perfect shuffles of the rows transpose them
+        UNROLL for (int i = 0; i < LANES / 2; i++) {
           b[2 * i] = shuffle(a[i], a[i + LANES / 2], zip_map<0>(Lanes{}));
           b[2 * i + 1] = shuffle(a[i], a[i + LANES / 2], zip_map<1>(Lanes{}));
         }
-#pragma GCC unroll 16
-        for (int i = 0; i < LANES; i++) a[i] = b[i];
+        UNROLL for (int i = 0; i < LANES; i++) a[i] = b[i];
       }
-#pragma GCC unroll 16
-      for (int i = 0; i < LANES; i++) {
+      UNROLL for (int i = 0; i < LANES; i++) {
         store(&kt[2 * (pair + i)][key], a[i] << 16);
         store(&kt[2 * (pair + i) + 1][key], a[i] & 0xffff0000u);
       }
@@ -344,14 +349,15 @@ struct Problem {
   int64_t items() const { return chunks * p->batch * p->heads_kv; }
 };
 
+// Calls f with the number of rows, 1 .. ROWS, as a constant.
+template <int R = ROWS, class F>
+inline void with_rows(int rows, F f) {
+  if constexpr (R > 1)
+    if (rows < R) return with_rows<R - 1>(rows, f);
+  f(std::integral_constant<int, R>{});
+}
+
 void attend(const Problem& problem, int64_t item, Scratch& s) {
-  using Scores = decltype(&numerics::scores<1>);
-  using Accumulate = decltype(&numerics::accumulate<1>);
-  static constexpr Scores SCORES[ROWS] = {numerics::scores<1>, numerics::scores<2>, numerics::scores<3>,
-                                          numerics::scores<4>, numerics::scores<5>, numerics::scores<6>};
-  static constexpr Accumulate ACCUMULATE[ROWS] = {numerics::accumulate<1>, numerics::accumulate<2>,
-                                                  numerics::accumulate<3>, numerics::accumulate<4>,
-                                                  numerics::accumulate<5>, numerics::accumulate<6>};
   const UnifiedAttnParams& p = *problem.p;
   const int64_t sequences = p.batch * p.heads_kv;
   const int64_t chunk = problem.chunks - 1 - item / sequences;  // the longest causal rows first: they balance the end
@@ -385,19 +391,35 @@ void attend(const Problem& problem, int64_t item, Scratch& s) {
   for (int64_t tile = 0; tile < end; tile += KEY_TILE) {
     const auto count = [&](int r) { return (int)std::min<int64_t>(s.visible[r] - tile, KEY_TILE); };
     while (s.visible[active] <= tile) active++;
-    load_keys(s.kt, k + tile * p.k_stride[2], p.k_stride[2], count(rows - 1));
+    const bool few = rows - active <= MAX_GROUP;  // memory is the limit: fetch ahead, and widen v on its way
+    const uint16_t* tile_k = k + tile * p.k_stride[2];
+    const uint16_t* tile_v = v + tile * p.v_stride[2];
+    load_keys(s.kt, tile_k, p.k_stride[2], count(rows - 1));
     for (int r = active; r < rows; r += ROWS) {
       const int block = std::min(ROWS, rows - r);
-      SCORES[block - 1](s.p[r], s.q[r], s.kt[0], count(r + block - 1));
+      const Ahead ahead = {few && r == active ? tile_v : nullptr, p.v_stride[2]};
+      with_rows(block, [&](auto R) { numerics::scores<R>(s.p[r], s.q[r], s.kt[0], count(r + block - 1), ahead); });
       for (int i = r; i < r + block; i++) s.alpha[i] = numerics::softmax(s.p[i], &s.m[i], s.l[i], count(i));
     }
-    for (int key = 0; key < count(rows - 1); key++) widen(s.v[key], v + (tile + key) * p.v_stride[2]);
-    for (int r = active; r < rows; r += ROWS) {
-      const int block = std::min(ROWS, rows - r), shared = count(r);
-      const bool same = std::all_of(s.alpha + r, s.alpha + r + block, [](float a) { return a == 1.0f; });
-      ACCUMULATE[block - 1](s.o[r], s.p[r], s.v[0], same ? nullptr : s.alpha + r, 0, shared);
-      for (int i = r + 1; i < r + block; i++)  // a masked key is not p = 0 here: 0 * v + O could change the sign of a zero
-        if (count(i) > shared) ACCUMULATE[0](s.o[i], s.p[i], s.v[0], nullptr, shared, count(i));
+    const auto add_values = [&](const auto* values, int64_t stride) {
+      for (int r = active; r < rows; r += ROWS) {
+        const int block = std::min(ROWS, rows - r), shared = count(r);
+        const bool same = std::all_of(s.alpha + r, s.alpha + r + block, [](float a) { return a == 1.0f; });
+        const float* alpha = same ? nullptr : s.alpha + r;
+        const Ahead ahead = {few && r == active ? tile_k + KEY_TILE * p.k_stride[2] : nullptr, p.k_stride[2]};
+        with_rows(block, [&](auto R) {
+          numerics::accumulate<R>(s.o[r], s.p[r], values, stride, alpha, 0, shared, ahead);
+        });
+        for (int i = r + 1; i < r + block; i++)  // not as p = 0: 0 * v + O could change the sign of a zero
+          if (count(i) > shared)
+            numerics::accumulate<1>(s.o[i], s.p[i], values, stride, nullptr, shared, count(i), {nullptr, 0});
+      }
+    };
+    if (few) {
+      add_values(tile_v, p.v_stride[2]);
+    } else {
+      for (int key = 0; key < count(rows - 1); key++) widen(s.v[key], tile_v + key * p.v_stride[2]);
+      add_values(s.v[0], HEAD_DIM);
     }
   }
   for (int r = 0; r < rows; r++) {
@@ -494,19 +516,35 @@ Pool& pool() {
 
 // ----------------------------------------------------------------------------------------------------------- entry points
 enum Code {
-  NULL_POINTER = -1,
-  BAD_SIZE = -2,
-  BAD_GROUP = -3,
-  PAGED = -4,
-  BAD_PREFILL = -5,
-  BAD_DECODE = -6,
-  BAD_PACKING = -7,
-  BAD_CU_SEQLENS = -8,
-  BAD_THREADS = -9,
-  NO_MEMORY = -10,
+  OK,
+  NULL_POINTER,
+  BAD_SIZE,
+  BAD_GROUP,
+  PAGED,
+  BAD_PREFILL,
+  BAD_DECODE,
+  BAD_PACKING,
+  BAD_CU_SEQLENS,
+  BAD_THREADS,
+  NO_MEMORY,
+  CODES
 };
 
-int check(int entry, const UnifiedAttnParams* p) {
+constexpr const char* MESSAGES[CODES] = {
+    "success",
+    "params, q, k, v and o must not be NULL",
+    "batch, heads_q, heads_kv, seqlen_q and seqlen_kv must be at least 1",
+    "heads_q must be 1 to 16 times heads_kv",
+    "page_table must be NULL: paged caches are not supported",
+    "prefill needs seqlen_q == seqlen_kv and takes no lengths",
+    "decode needs seqlen_q == 1",
+    "cu_seqlens is for prefill only",
+    "cu_seqlens must start at 0 or above, not descend, and hold no sequence longer than seqlen_q",
+    "num_threads must not be negative",
+    "out of memory for the threads' scratch space",
+};
+
+Code check(int entry, const UnifiedAttnParams* p) {
   if (!p || !p->q || !p->k || !p->v || !p->o) return NULL_POINTER;
   if (p->batch < 1 || p->heads_q < 1 || p->heads_kv < 1 || p->seqlen_q < 1 || p->seqlen_kv < 1) return BAD_SIZE;
   if (p->heads_q % p->heads_kv || p->heads_q / p->heads_kv > MAX_GROUP) return BAD_GROUP;
@@ -522,7 +560,7 @@ int check(int entry, const UnifiedAttnParams* p) {
       if (rows < 0 || rows > p->seqlen_q) return BAD_CU_SEQLENS;
     }
   }
-  return 0;
+  return OK;
 }
 
 // Rows of one item: as many as share a widened tile well, but enough items to give each thread work. Changes no bits.
@@ -535,7 +573,7 @@ int64_t rows_per_item(int64_t rows, int64_t sequences, int threads) {
 }
 
 int run(int entry, const UnifiedAttnParams* p) {
-  if (const int code = check(entry, p)) return code;
+  if (const Code code = check(entry, p)) return -code;
   const int threads = p->num_threads ? p->num_threads : std::max(1, (int)std::thread::hardware_concurrency());
   Problem problem;
   problem.p = p;
@@ -546,9 +584,9 @@ int run(int entry, const UnifiedAttnParams* p) {
   try {
     pool().run(problem, threads);
   } catch (const std::bad_alloc&) {
-    return NO_MEMORY;
+    return -NO_MEMORY;
   }
-  return 0;
+  return OK;
 }
 
 }  // namespace
@@ -576,32 +614,7 @@ int unified_attn_abi_version(void) {
 }
 
 const char* unified_attn_error(int code) {
-  switch (code) {
-    case 0:
-      return "success";
-    case NULL_POINTER:
-      return "params, q, k, v and o must not be NULL";
-    case BAD_SIZE:
-      return "batch, heads_q, heads_kv, seqlen_q and seqlen_kv must be at least 1";
-    case BAD_GROUP:
-      return "heads_q must be 1 to 16 times heads_kv";
-    case PAGED:
-      return "page_table must be NULL: paged caches are not supported";
-    case BAD_PREFILL:
-      return "prefill needs seqlen_q == seqlen_kv and takes no lengths";
-    case BAD_DECODE:
-      return "decode needs seqlen_q == 1";
-    case BAD_PACKING:
-      return "cu_seqlens is for prefill only";
-    case BAD_CU_SEQLENS:
-      return "cu_seqlens must start at 0 or above, not descend, and hold no sequence longer than seqlen_q";
-    case BAD_THREADS:
-      return "num_threads must not be negative";
-    case NO_MEMORY:
-      return "out of memory for the threads' scratch space";
-    default:
-      return "unknown error code";
-  }
+  return code <= 0 && code > -CODES ? MESSAGES[-code] : "unknown error code";
 }
 
 }  // extern "C"
