@@ -120,7 +120,9 @@ def test_changed_source_is_refused_until_hashes_are_updated(tree: Path) -> None:
     source = tree / "cpu" / "kernels" / "unified_attn.cpp"
     source.write_text(source.read_text() + "\n// changed\n")
     target = load_target(config=tree / CPU)
-    with pytest.raises(UserError, match=r"config.yaml: kernel.sha256: cpu/kernels/unified_attn.cpp has changed .*--update-hashes"):
+    with pytest.raises(
+        UserError, match=r"config.yaml: kernel.sha256: cpu/kernels/unified_attn.cpp has changed .*--update-hashes"
+    ):
         target.verified_files()
     target.verified_files(without_source=True)
     before = (tree / CPU).read_text()

@@ -152,8 +152,7 @@ def _commands(target: Target, source: str, names: list[str]) -> tuple[toolchain.
     if cuda:
         for arch in section["arch"]:
             flags += ["-gencode", f"arch={arch}"]
-        # --keep names the intermediate files after the source, which makes the library's bytes reproducible.
-        shared = ["-Xcompiler", "-fPIC", "-shared", "-cudart", "static", "--ptxas-options=-v", "--keep", "--keep-dir", "keep"]
+        shared = ["-Xcompiler", "-fPIC", "-shared", "-cudart", "static", "--ptxas-options=-v"]
         preprocess = [*tools.command, *flags, "-E", "-Xcompiler", "-P", unit, "-o", "unit.i"]
     else:
         shared = ["-fPIC", "-shared"]
@@ -182,7 +181,6 @@ def _build_entry(
     try:
         for name, data in contents.items():
             files.write_new(work / "src" / name, data)
-        files.make_folder(work / "keep")
         timeout = float(target.config["limits"]["build_timeout_s"])
         failed = ninja.run(work, {"unit.i": preprocess, "kernel.so": command}, timeout, toolchain.clean_environment()[0])
         log = ninja.read_log(work).replace(f"src/{source_name}", show_path(path)).replace("src/", "")
@@ -193,9 +191,10 @@ def _build_entry(
         headers = _check_headers(work, tools, contents, path, log)
         library = files.read_bytes(work / "kernel.so")
         unit = files.read_bytes(work / "unit.i")
-        for name in ("keep", "src"):
-            shutil.rmtree(work / name)
-        for name in ("unit.i", "build.ninja", ".ninja_log", ".ninja_deps"):
+        if b"incbin" in re.sub(rb'"\s*"', b"", unit):
+            raise BuildError(f"{show_path(path)}: incbin is refused: it reads a file that nobody declares", "REFUSED", log)
+        shutil.rmtree(work / "src")
+        for name in ("unit.i", "unit.i.log", "kernel.d", "build.ninja", ".ninja_log"):
             (work / name).unlink(missing_ok=True)
         shutil.rmtree(entry, ignore_errors=True)
         os.rename(work, entry)

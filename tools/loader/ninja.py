@@ -57,15 +57,11 @@ def run(folder: Path, commands: dict[str, list[str]], timeout: float, environmen
 
 
 def read_log(folder: Path) -> str:
-    """What all commands said, the preprocessor's words first; lines that both said are kept once."""
-    lines: dict[str, None] = {}
-    for name in ("unit.i.log", "kernel.so.log"):
+    """What the compiler said; where only the preprocessor ran, what that said."""
+    for name in ("kernel.so.log", "unit.i.log"):
         if (folder / name).is_file():
-            text = (folder / name).read_text(encoding="utf-8", errors="replace")
-            lines.update(dict.fromkeys(text.splitlines()) if name == "unit.i.log" else {})
-            if name == "kernel.so.log":
-                return "\n".join([*(line for line in lines if line not in text), text])
-    return "\n".join(lines)
+            return (folder / name).read_text(encoding="utf-8", errors="replace")
+    return ""
 
 
 def dependencies(path: Path) -> list[str]:

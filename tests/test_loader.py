@@ -1,0 +1,427 @@
+"""The loader builds declared files only, caches by content, survives damage and company, and fails in one line."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tools.core import files
+from tools.core.config import Target, load_target
+from tools.core.errors import BuildError, UserError
+from tools.loader import build as build_module
+from tools.loader import device, interface, ptxas, toolchain
+from tools.loader.abi import Library, Params
+from tools.loader.build import build
+
+SOURCE = '#include "answer.h"\nextern "C" int answer() { return ANSWER; }\n'
+
+
+class Project:
+    """A small target of its own in a folder, with one source and one declared header."""
+
+    def __init__(self, folder: Path, repo: Path) -> None:
+        self.folder, self.repo, self.extra = folder, repo, ""
+        (folder / "kernels").mkdir()
+        self.source, self.header = folder / "kernels" / "mine.cpp", folder / "kernels" / "answer.h"
+        self.source.write_text(SOURCE)
+        self.header.write_text("#define ANSWER 42\n")
+
+    def target(self) -> Target:
+        digest, header = files.sha256_file(self.source), files.sha256_file(self.header)
+        unit = f'source: kernels/mine.cpp, sha256: "{digest}", files: {{kernels/answer.h: "{header}"}}'
+        base, config = self.folder / "base.yaml", self.folder / "config.yaml"
+        base.write_text(f"extends: {self.repo}/experimental/cpu/config.yaml\nkernel: null\n")
+        config.write_text(f"extends: base.yaml\nkernel: {{{unit}, witness: {{{unit}}}}}\n{self.extra}\n")
+        return load_target(config=config)
+
+
+@pytest.fixture
+def project(tmp_path: Path, repo: Path, monkeypatch: pytest.MonkeyPatch) -> Project:
+    monkeypatch.setenv("AREAL_TIK_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "project").mkdir()
+    return Project(tmp_path / "project", repo)
+
+
+def answer(library: Path) -> int:
+    return int(ctypes.CDLL(str(library)).answer())
+
+
+def test_build_and_cache(project: Project) -> None:
+    first = build(project.target())
+    assert not first.cached
+    assert answer(first.library) == 42
+    assert first.library_sha256 == files.sha256_file(first.library)
+    assert first.source_sha256 == files.sha256_file(project.source)
+    assert set(first.files) == {"kernels/mine.cpp", "kernels/answer.h"}
+    assert first.resources == []
+    again = build(project.target())
+    assert again.cached
+    assert (again.key, again.library, again.preprocessed_sha256) == (first.key, first.library, first.preprocessed_sha256)
+
+
+def test_key_covers_content_flags_compiler_and_torch(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = [build(project.target()).key]
+    project.header.write_text("#define ANSWER 43\n")
+    keys.append(build(project.target()).key)
+    project.extra = "build: {flags: [-O1]}"
+    keys.append(build(project.target()).key)
+    monkeypatch.setattr(build_module, "_package", lambda name: "0.0.0")
+    keys.append(build(project.target()).key)
+    monkeypatch.setattr(toolchain, "_version", lambda command: {"version": "another"})
+    keys.append(build(project.target()).key)
+    assert len(set(keys)) == len(keys)
+
+
+def test_key_covers_the_processor_where_the_code_does(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    native, project.extra = build(project.target()).key, "build: {flags: [-O1]}"
+    plain = build(project.target()).key
+    monkeypatch.setattr(toolchain, "cpu_identity", lambda: "another processor")
+    assert build(project.target()).key == plain
+    project.extra = ""
+    assert build(project.target()).key != native
+
+
+def test_candidate_takes_the_sources_place(project: Project, tmp_path: Path) -> None:
+    candidate = tmp_path / "elsewhere.cpp"
+    candidate.write_text(SOURCE.replace("ANSWER;", "ANSWER + 1;"))
+    built = build(project.target(), candidate)
+    assert answer(built.library) == 43
+    assert built.source == candidate
+    assert built.source_sha256 == files.sha256_file(candidate)
+    candidate.write_text(SOURCE)
+    assert build(project.target(), candidate).key == build(project.target()).key
+
+
+@pytest.mark.parametrize("damage", ["library", "truncated library", "manifest", "no manifest", "header", "format"])
+def test_damaged_entry_is_rebuilt(project: Project, damage: str) -> None:
+    project.source.write_text("#include <stddef.h>\n" + SOURCE)
+    first = build(project.target())
+    manifest = first.library.with_name("manifest.json")
+    facts = json.loads(manifest.read_text())
+    if damage == "library":
+        first.library.write_bytes(first.library.read_bytes()[:-8] + b"damaged!")
+    elif damage == "truncated library":
+        first.library.write_bytes(first.library.read_bytes()[:100])
+    elif damage == "manifest":
+        manifest.write_text(manifest.read_text()[:50])
+    elif damage == "no manifest":
+        manifest.unlink()
+    elif damage == "header":
+        name = next(name for name in facts["headers"] if name.endswith("stddef.h"))
+        manifest.write_text(json.dumps({**facts, "headers": {**facts["headers"], name: "0" * 64}}))
+    else:
+        manifest.write_text(json.dumps({"library_sha256": facts["library_sha256"], "headers": []}))
+    second = build(project.target())
+    assert not second.cached
+    assert answer(second.library) == 42
+    assert build(project.target()).cached
+
+
+def test_undeclared_includes_are_refused_by_name(project: Project, tmp_path: Path) -> None:
+    (project.folder / "kernels" / "secret.h").write_text("#define SECRET 1\n")
+    elsewhere = tmp_path / "far.h"
+    elsewhere.write_text("#define SECRET 1\n")
+    for include in ("secret.h", str(elsewhere), "../../far.h"):
+        project.source.write_text(f'#include "{include}"\n{SOURCE}')
+        with pytest.raises(
+            BuildError, match=rf"mine.cpp: includes .*{Path(include).name}, which the config does not declare"
+        ) as caught:
+            build(project.target())
+        assert caught.value.status == "REFUSED"
+    project.source.write_text('asm(".inc" "bin \\"/etc/hostname\\"");\n' + SOURCE)
+    with pytest.raises(BuildError, match="incbin is refused"):
+        build(project.target())
+
+
+def test_environment_adds_no_headers_and_no_flags(project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "env").mkdir()
+    (tmp_path / "env" / "hidden.h").write_text("")
+    monkeypatch.setenv("CPATH", str(tmp_path / "env"))
+    monkeypatch.setenv("CXXFLAGS", "-ffast-math")
+    built = build(project.target())
+    assert built.notes == [
+        "CXXFLAGS is set and is not passed to the compiler",
+        "CPATH is set and is not passed to the compiler",
+    ]
+    project.source.write_text("#include <hidden.h>\n" + SOURCE)
+    with pytest.raises(BuildError, match=r"includes hidden.h, which"):
+        build(project.target())
+
+
+@pytest.mark.parametrize("flag", [
+    "-Ofast", "-ffast-math", "-ffp-contract=fast", "-funsafe-math-optimizations", "-use_fast_math", "--use_fast_math", "-ftz=true",
+    "-fmad=true", "--fmad=true", "-prec-div=false", "-Xcompiler=-ffast-math", "-O3,-Ofast", "-mrecip", "@flags", "-fplugin=x.so",
+])  # fmt: skip
+def test_flags_that_move_rounding_are_refused(project: Project, flag: str) -> None:
+    project.extra = f'build: {{flags: [-O2, "{flag}"]}}'
+    with pytest.raises(UserError, match=r"config.yaml: build.flags: .* is refused"):
+        build(project.target())
+
+
+def test_ordinary_flags_are_not_refused() -> None:
+    assert (
+        toolchain.refused_flag(["-O3", "-march=native", "-lineinfo", "-pthread", "-Xptxas=-v", "-fno-math-errno", "-DFTZ=1"])
+        is None
+    )
+
+
+def test_compile_error_is_one_line_and_keeps_the_log(project: Project) -> None:
+    project.source.write_text(SOURCE + "int broken() { return missing; }\n")
+    with pytest.raises(BuildError, match=r"mine.cpp: does not compile: .*mine.cpp:3:.*missing.*\(log: .*\.log\)") as caught:
+        build(project.target())
+    assert caught.value.status == "COMPILE_ERROR"
+    assert "\n" not in str(caught.value)
+    kept = Path(str(caught.value).split("(log: ")[1].rstrip(")"))
+    assert "missing" in kept.read_text()
+    assert "src/" not in kept.read_text()
+
+
+def test_wrong_suffix_and_missing_source(project: Project, tmp_path: Path) -> None:
+    (tmp_path / "kernel.cu").write_text("")
+    with pytest.raises(UserError, match=r"kernel.cu: a source for c\+\+ ends in .cpp"):
+        build(project.target(), tmp_path / "kernel.cu")
+    with pytest.raises(UserError, match=r"none.cpp: cannot read"):
+        build(project.target(), tmp_path / "none.cpp")
+
+
+def slow_compiler(folder: Path) -> Path:
+    """A program that says which compiler it is, and hangs when asked to compile, with a child that hangs too."""
+    path = folder / "slow-compiler"
+    path.write_text(
+        "#!/bin/sh\ncase \"$*\" in *--version*) echo slow 1.0;; *' -v '*) echo;; "
+        f"*) sleep 987 & echo $! > {folder}/child; wait;; esac\n"
+    )
+    path.chmod(0o755)
+    return path
+
+
+def gone(pid: int) -> bool:
+    """Whether a process has ended (a zombie counts as ended)."""
+    for _ in range(50):
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z":
+                return True
+        except OSError:
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def test_hanging_compiler_times_out_and_leaves_nothing(
+    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", str(slow_compiler(tmp_path)))
+    project.extra = "limits: {build_timeout_s: 0.7}"
+    with pytest.raises(BuildError, match=r"mine.cpp: the compiler took more than 0.7 s") as caught:
+        build(project.target())
+    assert caught.value.status == "TIMEOUT"
+    assert gone(int((tmp_path / "child").read_text()))
+    assert not list((tmp_path / "cache").glob("*.build"))
+
+
+def command(*arguments: str, **environment: str) -> subprocess.Popen[str]:
+    program = [sys.executable, str(files.REPO_ROOT / "tools" / "load_kernel.py"), *arguments]
+    return subprocess.Popen(
+        program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment}
+    )
+
+
+def test_interrupt_is_one_line_and_leaves_nothing(project: Project, tmp_path: Path) -> None:
+    process = command("--config", str(project.target().path), "--compile-only", CXX=str(slow_compiler(tmp_path)))
+    for _ in range(200):
+        if (tmp_path / "child").exists() and (tmp_path / "child").read_text().strip():
+            break
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert err == "error: interrupted\n"
+    assert gone(int((tmp_path / "child").read_text()))
+    assert not list((tmp_path / "cache").glob("*.build"))
+
+
+def test_no_compiler(project: Project, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler -O2")
+    with pytest.raises(UserError, match=r"CXX='no-such-compiler -O2' names no program"):
+        build(project.target())
+    monkeypatch.setenv("CXX", "c++ -Ofast")
+    with pytest.raises(UserError, match="-Ofast is refused"):
+        build(project.target())
+    monkeypatch.delenv("CXX")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UserError, match=r"no C\+\+ compiler: set CXX, or install"):
+        build(project.target())
+
+
+def test_no_cuda_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    with pytest.raises(UserError, match=r"CUDA_HOME='.*' has no bin/nvcc"):
+        build(load_target("h200"))
+    monkeypatch.delenv("CUDA_HOME")
+    monkeypatch.setattr(toolchain.shutil, "which", lambda name: None)
+    with pytest.raises(UserError, match=r"no CUDA compiler: set CUDA_HOME"):
+        build(load_target("h200"))
+
+
+def test_cutlass_comes_from_its_variable_or_is_asked_for(
+    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project.extra = "build: {headers: [cutlass]}"
+    monkeypatch.setenv("CUTLASS_INCLUDE_DIR", str(tmp_path))
+    with pytest.raises(UserError, match=r"CUTLASS_INCLUDE_DIR='.*' has no cutlass/cutlass.h"):
+        build(project.target())
+    (tmp_path / "cutlass").mkdir()
+    (tmp_path / "cutlass" / "cutlass.h").write_text("#define CUTLASS 1\n")
+    (tmp_path / "cutlass" / "version.h").write_text("// 1\n")
+    project.source.write_text("#include <cutlass/cutlass.h>\n" + SOURCE)
+    first = build(project.target())
+    assert any(name.endswith("cutlass/cutlass.h") for name in first.headers)
+    (tmp_path / "cutlass" / "cutlass.h").write_text("#define CUTLASS 2\n")
+    assert not build(project.target()).cached
+    (tmp_path / "cutlass" / "version.h").write_text("// 2\n")
+    assert build(project.target()).key != first.key
+    project.extra = ""
+    with pytest.raises(BuildError, match=r"includes cutlass/cutlass.h, which"):
+        build(project.target())
+
+
+def test_unwritable_cache(project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("AREAL_TIK_CACHE", str(tmp_path / "file" / "cache"))
+    with pytest.raises(UserError, match=r"file/cache: cannot create the folder"):
+        build(project.target())
+
+
+def test_concurrent_builds_share_one(project: Project) -> None:
+    config = str(project.target().path)
+    running = [command("--config", config, "--compile-only", "--json") for _ in range(4)]
+    results = [json.loads(process.communicate(timeout=120)[0]) for process in running]
+    assert sorted(result["cached"] for result in results) == [False, True, True, True]
+    assert len({result["library_sha256"] for result in results}) == 1
+    assert answer(Path(results[0]["library"])) == 42
+
+
+@pytest.mark.parametrize("arguments, words", [
+    ((), "name a target (--gpu) or a config file"),
+    (("--gpu", "h300"), "unknown target 'h300'; known: a100, cpu"),
+    (("--gpu", "cpu", "--config", "none.yaml"), "none.yaml: cannot read"),
+    (("--gpu", "cpu", "--source", "none.cpp"), "none.cpp: cannot read"),
+])  # fmt: skip
+def test_command_errors_are_one_line(arguments: tuple[str, ...], words: str) -> None:
+    process = command(*arguments)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert out == ""
+    assert err.startswith("error: ") and err.count("\n") == 1 and words in err
+
+
+# ------------------------------------------------------------------------------------------------------------ machine
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, name: str, capability: tuple[int, int]) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+
+
+def test_another_gpu_is_refused_before_anything_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interface, "build", lambda *args, **kwargs: pytest.fail("compiled"))
+    pretend(monkeypatch, "NVIDIA H200", (9, 0))
+    with pytest.raises(UserError, match=r"this GPU is 'NVIDIA H200', target h20 is 'NVIDIA H20'"):
+        interface.load_kernel("h20")
+    with pytest.raises(UserError, match=r"this machine has 1 GPUs"):
+        interface.load_kernel("h200", device="cuda:1")
+    with pytest.raises(UserError, match=r"device 'cpu' is not of target h200's type, cuda"):
+        interface.load_kernel("h200", device="cpu")
+    with pytest.raises(UserError, match=r"device 'gpu'"):
+        interface.load_kernel("h200", device="gpu")
+
+
+def test_compatibility_needs_code_that_the_gpu_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    where = torch.device("cuda")
+    pretend(monkeypatch, "NVIDIA H200", (9, 0))
+    assert device.check_machine(load_target("h200"), where) is None
+    note = device.check_machine(load_target("a100"), where, allow_compat=True)
+    assert note is not None and note.startswith("compatibility only: this GPU is 'NVIDIA H200'")
+    pretend(monkeypatch, "NVIDIA A100-SXM4-80GB", (8, 0))
+    assert device.check_machine(load_target("a100"), where) is None
+    with pytest.raises(UserError, match=r"compute capability 8.0 cannot run compute_90a,code=sm_90a"):
+        device.check_machine(load_target("h200"), where, allow_compat=True)
+
+
+def test_no_gpu_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", None)
+    with pytest.raises(UserError, match=r"target h200 needs a CUDA build of torch"):
+        interface.load_kernel("h200")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UserError, match=r"target h200 needs a GPU \(NVIDIA H200\); torch sees none"):
+        interface.load_kernel("h200")
+
+
+@pytest.mark.parametrize("arch, capability, expected", [
+    ("compute_90a,code=sm_90a", (9, 0), True), ("compute_90a,code=sm_90a", (10, 0), False),
+    ("compute_80,code=sm_80", (8, 9), True), ("compute_80,code=sm_80", (9, 0), False), ("compute_86,code=sm_86", (8, 0), False),
+    ("compute_80,code=[sm_80,compute_80]", (12, 0), True), ("compute_80,code=[sm_80,compute_80]", (7, 5), False),
+])  # fmt: skip
+def test_runs_on(arch: str, capability: tuple[int, int], expected: bool) -> None:
+    assert device.runs_on(arch, capability) is expected
+
+
+# ---------------------------------------------------------------------------------------------------------- interface
+
+
+def test_params_mirror_the_header(repo: Path, tmp_path: Path) -> None:
+    fields = [name for name, _ in Params._fields_]
+    prints = "".join(f'  printf("%zu\\n", offsetof(UnifiedAttnParams, {name}));\n' for name in fields)
+    (tmp_path / "offsets.cpp").write_text(
+        '#include <cstddef>\n#include <cstdio>\n#include "attn_abi.h"\nint main() {\n'
+        f'{prints}  printf("%zu %d\\n", sizeof(UnifiedAttnParams), UNIFIED_ATTN_ABI_VERSION);\n}}\n'
+    )
+    program = [
+        *toolchain.find_cxx(),
+        f"-I{repo}/experimental/common",
+        str(tmp_path / "offsets.cpp"),
+        "-o",
+        str(tmp_path / "offsets"),
+    ]
+    subprocess.run(program, check=True)
+    lines = subprocess.run([tmp_path / "offsets"], capture_output=True, text=True, check=True).stdout.splitlines()
+    assert [int(line) for line in lines[:-1]] == [getattr(Params, name).offset for name in fields]
+    assert lines[-1] == f"{ctypes.sizeof(Params)} 1"
+
+
+def test_what_is_no_kernel_library_is_said(project: Project) -> None:
+    built = build(project.target())
+    with pytest.raises(UserError, match=r"kernel.so: not a kernel library: .*undefined symbol: unified_attn_abi_version"):
+        Library(built.library)
+    with pytest.raises(UserError, match=r"mine.cpp: not a kernel library"):
+        Library(project.source)
+    names = ("unified_prefill", "unified_extend", "unified_decode", "unified_attn_workspace_bytes", "unified_attn_error")
+    stubs = "".join(f'extern "C" int {name}() {{ return 0; }}\n' for name in names)
+    project.source.write_text(f'{SOURCE}{stubs}extern "C" int unified_attn_abi_version() {{ return 999; }}\n')
+    with pytest.raises(UserError, match=r"interface version 999 is not 1"):
+        Library(build(project.target()).library)
+
+
+def test_ptxas_log_is_read() -> None:
+    log = (
+        "ptxas info    : Compiling entry function '_Z1kPf' for 'sm_80'\nptxas info    : Function properties for _Z1kPf\n"
+        "    16 bytes stack frame, 4 bytes spill stores, 8 bytes spill loads\n"
+        "ptxas info    : Used 40 registers, used 1 barriers, 1024 bytes smem, 360 bytes cmem[0]\n"
+    )
+    (entry,) = ptxas.resources(log)
+    assert entry.pop("kernel") in ("k(float*)", "_Z1kPf")
+    assert entry == {"arch": "sm_80", "registers": 40, "shared_bytes": 1024, "spill_store_bytes": 4, "spill_load_bytes": 8,
+                     "stack_bytes": 16}  # fmt: skip
