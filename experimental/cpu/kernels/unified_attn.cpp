@@ -25,21 +25,13 @@
  * infinite maximum, makes the row and its LSE NaN; a NaN or infinity of a visible v makes its own column so; every NaN
  * leaves as 0x7fc0 (LSE 0x7fc00000). Bytes behind a sequence's keys are never used.
  */
-#include <pthread.h>
-
 #include <algorithm>
-#include <atomic>
-#include <cfenv>
-#include <cmath>
-#include <condition_variable>
 #include <cstdint>
 #include <cstring>
 #include <limits>
-#include <memory>
-#include <mutex>
+#include <new>
 #include <thread>
-#include <utility>
-#include <vector>
+#include <type_traits>
 #if defined(__FMA__)
 #include <immintrin.h>
 #elif defined(__aarch64__)
@@ -47,6 +39,8 @@
 #endif
 
 #include "../../common/attn_abi.h"
+#include "lanes.h"
+#include "pool.h"
 
 #ifdef __FAST_MATH__
 #error "the contract needs IEEE arithmetic: build without -ffast-math"
@@ -57,86 +51,18 @@ namespace {
 
 constexpr int HEAD_DIM = 128;
 constexpr int MAX_GROUP = 16;
-constexpr int KEY_TILE = 64;   // contract
-constexpr int SUM_CHAINS = 16; // contract
+constexpr int KEY_TILE = 64;    // contract
+constexpr int SUM_CHAINS = 16;  // contract
 
-// One vector register. Its width, and every blocking below, may change speed but not bits.
-#if defined(__AVX512F__)
-constexpr int LANES = 16;
-#elif defined(__AVX2__)
-constexpr int LANES = 8;
-#else
-constexpr int LANES = 4;
-#endif
-// ROWS x COLS accumulators, COLS operands and one broadcast fill 32 registers (AVX-512, arm64) or 16 (AVX2, SSE).
+// Blocking, which may change speed but not bits. ROWS x COLS accumulators, COLS operands and one broadcast fill the
+// registers: 32 (AVX-512, arm64) or 16 (AVX2, SSE).
 constexpr int ROWS = 6;
 #if defined(__AVX512F__) || defined(__aarch64__)
 constexpr int COLS = 4;
 #else
 constexpr int COLS = 2;
 #endif
-constexpr int MAX_ROWS = 96;  // rows of one work item: a multiple of ROWS, large against the cost of widening a tile
-
-typedef float vec __attribute__((vector_size(LANES * 4)));
-typedef uint32_t uvec __attribute__((vector_size(LANES * 4)));
-typedef int32_t ivec __attribute__((vector_size(LANES * 4)));
-typedef uint16_t half_vec __attribute__((vector_size(LANES * 2)));
-using Lanes = std::make_integer_sequence<int, LANES>;
-
-#define UNROLL _Pragma("GCC unroll 16")  // accumulators live in registers only if their loops disappear
-
-template <class V>
-inline V load(const void* p) {
-  V v;
-  memcpy(&v, p, sizeof v);
-  return v;
-}
-
-template <class V>
-inline void store(void* p, V v) {
-  memcpy(p, &v, sizeof v);
-}
-
-// LANES values as fp32: from fp32, or widened from bf16.
-inline vec load_float(const float* p) {
-  return load<vec>(p);
-}
-inline vec load_float(const uint16_t* p) {
-  return (vec)(__builtin_convertvector(load<half_vec>(p), uvec) << 16);
-}
-
-inline vec splat(float x) {
-  return x - vec{};
-}
-
-// Lane i of the result is lane map[i] of a followed by b.
-template <int... MAP, class V>
-inline V shuffle(V a, V b, std::integer_sequence<int, MAP...>) {
-#if defined(__clang__)
-  return __builtin_shufflevector(a, b, MAP...);
-#else
-  return __builtin_shuffle(a, b, ivec{MAP...});
-#endif
-}
-template <int HALF, int... I>  // a0 b0 a1 b1 ... of the lower (HALF = 0) or upper (HALF = 1) half
-constexpr auto zip_map(std::integer_sequence<int, I...>) {
-  return std::integer_sequence<int, (HALF * LANES / 2 + I / 2 + I % 2 * LANES)...>{};
-}
-template <int STEP, int... I>
-constexpr auto swap_map(std::integer_sequence<int, I...>) {
-  return std::integer_sequence<int, (I ^ STEP)...>{};
-}
-
-// 256-byte rows that a later step reads, brought closer while this step computes. NULL: none.
-struct Ahead {
-  const uint16_t* rows;
-  int64_t stride;
-
-  void fetch(int row) const {
-    if (!rows) return;
-    UNROLL for (int line = 0; line < 4; line++) __builtin_prefetch(rows + row * stride + line * 32);
-  }
-};
+constexpr int MAX_ROWS = 192;  // of one work item: enough to make widening a tile cheap, few enough for an L2 cache
 
 // One work item's data, private to a thread. Key tiles are widened to fp32 once and serve all rows of the item.
 struct alignas(64) Scratch {
@@ -155,8 +81,8 @@ struct alignas(64) Scratch {
 namespace numerics {
 
 constexpr float INF = std::numeric_limits<float>::infinity();
-constexpr float SCALE_LOG2 = 0x1.0527dcp-3f;         // log2(e) / sqrt(128)
-constexpr double SCALE = 0x1.6a09e667f3bcdp-4;       // 1 / sqrt(128)
+constexpr float SCALE_LOG2 = 0x1.0527dcp-3f;    // log2(e) / sqrt(128)
+constexpr double SCALE = 0x1.6a09e667f3bcdp-4;  // 1 / sqrt(128)
 constexpr double LN2 = 0x1.62e42fefa39efp-1;
 constexpr float ROUND_MAGIC = 0x1.8p23f;
 constexpr float EXP2[5] = {0x1.62e42ap-1f, 0x1.ebf9bcp-3f, 0x1.c6b752p-5f, 0x1.3cea88p-7f, 0x1.5bba14p-10f};
@@ -174,8 +100,14 @@ inline vec fma(vec a, vec b, vec c) {
 #endif
 }
 
-inline vec larger(vec a, vec b) {
-  return a > b ? a : b;
+inline vec larger(vec a, vec b) { return a > b ? a : b; }
+
+template <int STEP = LANES / 2>
+inline vec largest_lane(vec x) {  // in every lane
+  if constexpr (STEP == 0)
+    return x;
+  else
+    return largest_lane<STEP / 2>(larger(shuffle(x, x, swap<STEP>(Lanes{})), x));
 }
 
 // 2^x for x <= 0, relative error below 2e-7; 0 below -126, so that no result is subnormal.
@@ -186,8 +118,7 @@ inline vec exp2(vec x) {
   vec y = splat(EXP2[4]);
   for (int i = 3; i >= 0; i--) y = fma(y, f, splat(EXP2[i]));
   y = fma(y, f, splat(1.0f));
-  const ivec exponent = (ivec)rounded - (ivec)magic + 127;
-  y = y * (vec)(exponent << 23);
+  y = y * (vec)(((uvec)rounded - (uvec)magic + 127) << 23);
   return x < splat(-126.0f) ? vec{} : y;
 }
 
@@ -217,7 +148,7 @@ inline uint16_t to_bf16(float x) {
 
 // Raw scores of R rows with the first `keys` keys of the tile; the rest of p is filled with any values.
 template <int R>
-void scores(float* p, const float* q, const float* kt, int keys, Ahead ahead) {
+OUT_OF_LINE void scores(float* p, const float* q, const float* kt, int keys, Ahead ahead) {
   for (int c0 = 0; c0 < keys; c0 += COLS * LANES) {
     vec acc[R][COLS] = {};
     for (int d = 0; d < HEAD_DIM; d++) {
@@ -229,13 +160,13 @@ void scores(float* p, const float* q, const float* kt, int keys, Ahead ahead) {
         UNROLL for (int c = 0; c < COLS; c++) acc[r][c] = fma(x, k[c], acc[r][c]);
       }
     }
-    UNROLL for (int r = 0; r < R; r++)
-      UNROLL for (int c = 0; c < COLS; c++) store(p + r * KEY_TILE + c0 + c * LANES, acc[r][c]);
+    UNROLL for (int r = 0; r < R; r++) UNROLL for (int c = 0; c < COLS; c++)
+        store(p + r * KEY_TILE + c0 + c * LANES, acc[r][c]);
   }
 }
 
 // Turns one row's scores of a tile with `keys` >= 1 visible keys into weights, updates m and l, returns alpha.
-inline float softmax(float* p, float* m, float* l, int keys) {
+OUT_OF_LINE float softmax(float* p, float* m, float* l, int keys) {
   constexpr int PARTS = KEY_TILE / LANES, CHAIN_PARTS = SUM_CHAINS / LANES;
   ivec lane;
   for (int i = 0; i < LANES; i++) lane[i] = i;
@@ -245,17 +176,13 @@ inline float softmax(float* p, float* m, float* l, int keys) {
     if (keys < KEY_TILE) s[j] = lane + j * LANES < keys ? s[j] : splat(-INF);
     top = larger(s[j], top);
   }
-  if (LANES > 8) top = larger(shuffle(top, top, swap_map<8 % LANES>(Lanes{})), top);
-  if (LANES > 4) top = larger(shuffle(top, top, swap_map<4 % LANES>(Lanes{})), top);
-  top = larger(shuffle(top, top, swap_map<2>(Lanes{})), top);
-  top = larger(shuffle(top, top, swap_map<1>(Lanes{})), top);
+  top = largest_lane(top);
   const vec scale = splat(SCALE_LOG2);
   vec alpha = splat(1.0f);  // what exp2(+0) gives
   if (top[0] != *m) alpha = exp2((splat(*m) - top) * scale);
   vec sum[CHAIN_PARTS];
   UNROLL for (int j = 0; j < PARTS; j++) {
-    vec w = exp2((s[j] - top) * scale);
-    if (keys < KEY_TILE) w = lane + j * LANES < keys ? w : vec{};
+    const vec w = exp2((s[j] - top) * scale);
     store(p + j * LANES, w);
     vec& chain = sum[j % CHAIN_PARTS];
     chain = j < CHAIN_PARTS ? fma(load<vec>(l + j * LANES), alpha, w) : chain + w;
@@ -267,15 +194,14 @@ inline float softmax(float* p, float* m, float* l, int keys) {
 
 // O = O * alpha + P.V over keys [begin, end) of the tile for R rows; V is bf16 or widened; alpha NULL: all are 1.
 template <int R, class T>
-void accumulate(float* o, const float* p, const T* v, int64_t v_stride, const float* alpha, int begin, int end,
-                Ahead ahead) {
+OUT_OF_LINE void accumulate(float* o, const float* p, const T* v, int64_t v_stride, const float* alpha, int begin, int end,
+                            Ahead ahead) {
   for (int c0 = 0; c0 < HEAD_DIM; c0 += COLS * LANES) {
     vec acc[R][COLS];
-    UNROLL for (int r = 0; r < R; r++)
-      UNROLL for (int c = 0; c < COLS; c++) {
-        acc[r][c] = load<vec>(o + r * HEAD_DIM + c0 + c * LANES);
-        if (alpha) acc[r][c] = acc[r][c] * splat(alpha[r]);
-      }
+    UNROLL for (int r = 0; r < R; r++) UNROLL for (int c = 0; c < COLS; c++) {
+      acc[r][c] = load<vec>(o + r * HEAD_DIM + c0 + c * LANES);
+      if (alpha) acc[r][c] = acc[r][c] * splat(alpha[r]);
+    }
     for (int key = begin; key < end; key++) {
       if (c0 == 0) ahead.fetch(key);
       vec x[COLS];
@@ -285,8 +211,8 @@ void accumulate(float* o, const float* p, const T* v, int64_t v_stride, const fl
         UNROLL for (int c = 0; c < COLS; c++) acc[r][c] = fma(w, x[c], acc[r][c]);
       }
     }
-    UNROLL for (int r = 0; r < R; r++)
-      UNROLL for (int c = 0; c < COLS; c++) store(o + r * HEAD_DIM + c0 + c * LANES, acc[r][c]);
+    UNROLL for (int r = 0; r < R; r++) UNROLL for (int c = 0; c < COLS; c++)
+        store(o + r * HEAD_DIM + c0 + c * LANES, acc[r][c]);
   }
 }
 
@@ -317,16 +243,15 @@ inline void widen(float* out, const uint16_t* in) {
 
 // kt[d][key] = k[key][d] for `keys` keys; the last one again up to the next multiple of LANES.
 // A 32-bit word is a pair (d even, d odd).
-void load_keys(float (*kt)[KEY_TILE], const uint16_t* k, int64_t stride, int keys) {
+OUT_OF_LINE void load_keys(float (*kt)[KEY_TILE], const uint16_t* k, int64_t stride, int keys) {
   for (int key = 0; key < keys; key += LANES) {
     for (int pair = 0; pair < HEAD_DIM / 2; pair += LANES) {
       uvec a[LANES], b[LANES];
-      UNROLL for (int i = 0; i < LANES; i++)
-        a[i] = load<uvec>(k + std::min(key + i, keys - 1) * stride + 2 * pair);
+      UNROLL for (int i = 0; i < LANES; i++) a[i] = load<uvec>(k + std::min(key + i, keys - 1) * stride + 2 * pair);
       UNROLL for (int round = 1; round < LANES; round *= 2) {  // log2(LANES) perfect shuffles of the rows transpose them
         UNROLL for (int i = 0; i < LANES / 2; i++) {
-          b[2 * i] = shuffle(a[i], a[i + LANES / 2], zip_map<0>(Lanes{}));
-          b[2 * i + 1] = shuffle(a[i], a[i + LANES / 2], zip_map<1>(Lanes{}));
+          b[2 * i] = shuffle(a[i], a[i + LANES / 2], zip<false>(Lanes{}));
+          b[2 * i + 1] = shuffle(a[i], a[i + LANES / 2], zip<true>(Lanes{}));
         }
         UNROLL for (int i = 0; i < LANES; i++) a[i] = b[i];
       }
@@ -345,8 +270,6 @@ struct Problem {
   int64_t group;
   int64_t rows_per_item;
   int64_t chunks;  // items of the longest sequence and one KV head
-
-  int64_t items() const { return chunks * p->batch * p->heads_kv; }
 };
 
 // Calls f with the number of rows, 1 .. ROWS, as a constant.
@@ -357,7 +280,8 @@ inline void with_rows(int rows, F f) {
   f(std::integral_constant<int, R>{});
 }
 
-void attend(const Problem& problem, int64_t item, Scratch& s) {
+void attend(const void* context, int64_t item, Scratch& s) {
+  const Problem& problem = *(const Problem*)context;
   const UnifiedAttnParams& p = *problem.p;
   const int64_t sequences = p.batch * p.heads_kv;
   const int64_t chunk = problem.chunks - 1 - item / sequences;  // the longest causal rows first: they balance the end
@@ -407,9 +331,7 @@ void attend(const Problem& problem, int64_t item, Scratch& s) {
         const bool same = std::all_of(s.alpha + r, s.alpha + r + block, [](float a) { return a == 1.0f; });
         const float* alpha = same ? nullptr : s.alpha + r;
         const Ahead ahead = {few && r == active ? tile_k + KEY_TILE * p.k_stride[2] : nullptr, p.k_stride[2]};
-        with_rows(block, [&](auto R) {
-          numerics::accumulate<R>(s.o[r], s.p[r], values, stride, alpha, 0, shared, ahead);
-        });
+        with_rows(block, [&](auto R) { numerics::accumulate<R>(s.o[r], s.p[r], values, stride, alpha, 0, shared, ahead); });
         for (int i = r + 1; i < r + block; i++)  // not as p = 0: 0 * v + O could change the sign of a zero
           if (count(i) > shared)
             numerics::accumulate<1>(s.o[i], s.p[i], values, stride, nullptr, shared, count(i), {nullptr, 0});
@@ -428,90 +350,6 @@ void attend(const Problem& problem, int64_t item, Scratch& s) {
     const float lse = numerics::finish(out, s.o[r], s.l[r], s.m[r], s.visible[r] == 0);
     if (p.lse) p.lse[b * p.lse_stride[0] + head * p.lse_stride[1] + start + row] = lse;
   }
-}
-
-// --------------------------------------------------------------------------------------------------------------- threads
-// Sets the caller's rounding, flush-to-zero and trap settings aside; restores them, flags included, at the end.
-class DefaultFloatMode {
- public:
-  DefaultFloatMode() {
-    fegetenv(&saved_);
-    fesetenv(FE_DFL_ENV);
-  }
-  ~DefaultFloatMode() { fesetenv(&saved_); }
-
- private:
-  fenv_t saved_;
-};
-
-// Threads that sleep between calls. The caller works too, and never waits for a thread that has not woken in time.
-class Pool {
- public:
-  // Runs all items on up to `threads` threads. Calls from several threads take turns. May throw std::bad_alloc.
-  void run(const Problem& problem, int threads) {
-    const std::lock_guard<std::mutex> one_call(call_);
-    const int helpers = (int)std::min<int64_t>(threads, problem.items()) - 1;
-    while ((int)scratch_.size() <= helpers) scratch_.push_back(std::make_unique<Scratch>());
-    try {
-      while (workers_ < helpers) {
-        std::thread(&Pool::serve, this).detach();
-        workers_++;
-      }
-    } catch (const std::system_error&) {  // no more threads to be had: those that exist do the work
-    }
-    const int invited = std::min(helpers, workers_);
-    {
-      const std::lock_guard<std::mutex> lock(state_);
-      problem_ = &problem;
-      next_ = 0;
-      invited_ = invited;
-    }
-    for (int i = 0; i < invited; i++) wake_.notify_one();
-    drain(problem, *scratch_[0]);
-    std::unique_lock<std::mutex> lock(state_);
-    invited_ = 0;
-    done_.wait(lock, [this] { return busy_ == 0; });
-  }
-
- private:
-  void serve() {
-    std::unique_lock<std::mutex> lock(state_);
-    for (;;) {
-      wake_.wait(lock, [this] { return invited_ > 0; });
-      Scratch& scratch = *scratch_[invited_--];
-      busy_++;
-      lock.unlock();
-      drain(*problem_, scratch);
-      lock.lock();
-      if (--busy_ == 0) done_.notify_one();
-    }
-  }
-
-  void drain(const Problem& problem, Scratch& scratch) {
-    const DefaultFloatMode mode;
-    for (int64_t i; (i = next_.fetch_add(1)) < problem.items();) attend(problem, i, scratch);
-  }
-
-  std::mutex call_, state_;
-  std::condition_variable wake_, done_;
-  std::vector<std::unique_ptr<Scratch>> scratch_;  // [0] is the caller's
-  int workers_ = 0, invited_ = 0, busy_ = 0;
-  const Problem* problem_ = nullptr;
-  std::atomic<int64_t> next_{0};
-};
-
-// Never destroyed: its threads sleep until the process ends. A forked child has none of them and starts its own pool.
-std::atomic<Pool*> the_pool{nullptr};
-[[maybe_unused]] const int at_fork = pthread_atfork(nullptr, nullptr, [] { the_pool = nullptr; });
-
-Pool& pool() {
-  Pool* found = the_pool;
-  if (!found) {
-    Pool* fresh = new Pool;
-    if (the_pool.compare_exchange_strong(found, fresh)) return *fresh;
-    delete fresh;
-  }
-  return *found;
 }
 
 // ----------------------------------------------------------------------------------------------------------- entry points
@@ -582,7 +420,7 @@ int run(int entry, const UnifiedAttnParams* p) {
   problem.rows_per_item = rows_per_item(rows, p->batch * p->heads_kv, threads);
   problem.chunks = (rows + problem.rows_per_item - 1) / problem.rows_per_item;
   try {
-    pool().run(problem, threads);
+    Pool<Scratch>::run(attend, &problem, problem.chunks * p->batch * p->heads_kv, threads);
   } catch (const std::bad_alloc&) {
     return -NO_MEMORY;
   }
@@ -593,28 +431,16 @@ int run(int entry, const UnifiedAttnParams* p) {
 
 extern "C" {
 
-int unified_prefill(const UnifiedAttnParams* params, void*) {
-  return run(UNIFIED_ATTN_PREFILL, params);
-}
+int unified_prefill(const UnifiedAttnParams* params, void*) { return run(UNIFIED_ATTN_PREFILL, params); }
 
-int unified_extend(const UnifiedAttnParams* params, void*) {
-  return run(UNIFIED_ATTN_EXTEND, params);
-}
+int unified_extend(const UnifiedAttnParams* params, void*) { return run(UNIFIED_ATTN_EXTEND, params); }
 
-int unified_decode(const UnifiedAttnParams* params, void*) {
-  return run(UNIFIED_ATTN_DECODE, params);
-}
+int unified_decode(const UnifiedAttnParams* params, void*) { return run(UNIFIED_ATTN_DECODE, params); }
 
-int64_t unified_attn_workspace_bytes(int, const UnifiedAttnParams*) {
-  return 0;
-}
+int64_t unified_attn_workspace_bytes(int, const UnifiedAttnParams*) { return 0; }
 
-int unified_attn_abi_version(void) {
-  return UNIFIED_ATTN_ABI_VERSION;
-}
+int unified_attn_abi_version(void) { return UNIFIED_ATTN_ABI_VERSION; }
 
-const char* unified_attn_error(int code) {
-  return code <= 0 && code > -CODES ? MESSAGES[-code] : "unknown error code";
-}
+const char* unified_attn_error(int code) { return code <= 0 && code > -CODES ? MESSAGES[-code] : "unknown error code"; }
 
 }  // extern "C"

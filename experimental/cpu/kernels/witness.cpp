@@ -122,10 +122,10 @@ int every_row(const UnifiedAttnParams* a) {
       if (a->cu_seqlens) {
         const int64_t begin = a->cu_seqlens[b], end = a->cu_seqlens[b + 1];
         for (int64_t i = begin; i < end; i++) {
-          const float lse = row((const uint16_t*)a->q + q_at + i * a->q_stride[2],
-                                (const uint16_t*)a->k + k_at + begin * a->k_stride[2], a->k_stride[2],
-                                (const uint16_t*)a->v + v_at + begin * a->v_stride[2], a->v_stride[2], i - begin + 1,
-                                (uint16_t*)a->o + o_at + i * a->o_stride[2]);
+          const float lse =
+              row((const uint16_t*)a->q + q_at + i * a->q_stride[2], (const uint16_t*)a->k + k_at + begin * a->k_stride[2],
+                  a->k_stride[2], (const uint16_t*)a->v + v_at + begin * a->v_stride[2], a->v_stride[2], i - begin + 1,
+                  (uint16_t*)a->o + o_at + i * a->o_stride[2]);
           if (a->lse) a->lse[h * a->lse_stride[1] + i] = lse;
         }
         continue;
@@ -136,8 +136,8 @@ int every_row(const UnifiedAttnParams* a) {
       for (int64_t i = 0; i < a->seqlen_q; i++) {
         const float lse = row((const uint16_t*)a->q + b * a->q_stride[0] + q_at + i * a->q_stride[2],
                               (const uint16_t*)a->k + b * a->k_stride[0] + k_at, a->k_stride[2],
-                              (const uint16_t*)a->v + b * a->v_stride[0] + v_at, a->v_stride[2],
-                              keys - a->seqlen_q + i + 1, (uint16_t*)a->o + b * a->o_stride[0] + o_at + i * a->o_stride[2]);
+                              (const uint16_t*)a->v + b * a->v_stride[0] + v_at, a->v_stride[2], keys - a->seqlen_q + i + 1,
+                              (uint16_t*)a->o + b * a->o_stride[0] + o_at + i * a->o_stride[2]);
         if (a->lse) a->lse[b * a->lse_stride[0] + h * a->lse_stride[1] + i] = lse;
       }
     }
