@@ -37,12 +37,12 @@ gpu-check:
 	$(GPU_PYTHON) tools/evaluate.py --gpu $(GPU) --output experimental/evidence/$(GPU)-$(STAMP).json
 	$(GPU_PYTHON) -m pytest -m gpu --gpu $(GPU)
 
-# torch first where an index is given for it, so that everything else comes from the default index.
+# torch alone comes from TORCH_INDEX, and what it depends on from the default index.
 .venv/run.stamp: constraints.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
 	  || { echo "error: $(PYTHON) is older than 3.10 or missing; set PYTHON=" >&2; exit 2; }
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(if $(TORCH_INDEX),$(PIP) install $(PIP_FLAGS) -c constraints.txt --index-url $(TORCH_INDEX) torch)
+	$(if $(TORCH_INDEX),$(PIP) install $(PIP_FLAGS) -c constraints.txt --index-url $(TORCH_INDEX) --no-deps torch)
 	$(PIP) install $(PIP_FLAGS) -c constraints.txt .
 	@touch $@
 

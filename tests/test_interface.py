@@ -299,3 +299,27 @@ def test_targets_state_the_interfaces_numbers() -> None:
     for name in ("cpu", "h200"):
         contract = load_target(name).config["contract"]
         assert (contract["dtype"], contract["head_dim"]) == ("bf16", 128)
+
+
+@pytest.mark.gpu
+def test_tensors_on_another_gpu(gpu: str) -> None:
+    """The launch goes where the tensors are, not to the current device, which stays what it was."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one GPU")
+    loaded = load_kernel(gpu, allow_compat=True)
+    q, k, v = rand(2, 8, 300, 128), rand(2, 2, 300, 128, seed=1), rand(2, 2, 300, 128, seed=2)
+    results = []
+    for where in ("cuda:1", "cuda:0"):
+        with torch.cuda.device(0):
+            args = [tensor.to(where) for tensor in (q, k, v)]
+            out = loaded.unified_prefill(*args, 8, 2)
+            one = loaded.unified_decode(args[0][:, :, -1:], *args[1:], 8, 2)
+            assert torch.cuda.current_device() == 0
+            assert str(out.device) == str(one.device) == where
+            torch.cuda.synchronize(where)
+            assert same(out[:, :, -1:].cpu(), one.cpu())
+            results.append(out.cpu())
+    assert same(*results)
+    pinned = load_kernel(gpu, device="cuda:1", allow_compat=True)
+    with pytest.raises(UserError, match="q is on cuda:0, this kernel runs on cuda:1"):
+        pinned.unified_prefill(*(tensor.to("cuda:0") for tensor in (q, k, v)), 8, 2)
