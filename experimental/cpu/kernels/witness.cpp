@@ -1,4 +1,4 @@
-/* The literal witness of contract cpu-v1: one row at a time, one key at a time, one output column at a time.
+/* The literal witness of contract cpu-v1: one row at a time, one key at a time.
  *
  * The contract is the table at the top of unified_attn.cpp. This file shares no code with it: it is written to be read
  * beside the table, and to be slow. It runs on the calling thread and accepts what the header describes.
@@ -11,21 +11,23 @@
 
 namespace {
 
-float bf16_to_float(uint16_t word) {
-  if ((word & 0x7f80) == 0x7f80) return (word & 0x7f) ? NAN : (word >> 15 ? -INFINITY : INFINITY);
-  const int exponent = (word >> 7) & 0xff;
-  const int mantissa = exponent ? 128 + (word & 0x7f) : word & 0x7f;
-  const float size = std::ldexp((float)mantissa, (exponent ? exponent : 1) - 127 - 7);
-  return word >> 15 ? -size : size;
+union Word {
+  float value;
+  uint32_t bits;
+};
+
+// A bf16 number is the upper half of the fp32 number that it stands for.
+float bf16_to_float(uint16_t half) {
+  Word word;
+  word.bits = (uint32_t)half * 65536;
+  return word.value;
 }
 
 uint16_t float_to_bf16(float x) {
-  union {
-    float value;
-    uint32_t word;
-  } bits = {x};
   if (std::isnan(x)) return 0x7fc0;
-  const uint32_t dropped = bits.word & 0xffff, kept = bits.word >> 16;
+  Word word;
+  word.value = x;
+  const uint32_t dropped = word.bits & 0xffff, kept = word.bits >> 16;
   const bool up = dropped > 0x8000 || (dropped == 0x8000 && kept % 2 == 1);
   return (uint16_t)(kept + up);
 }
@@ -94,10 +96,9 @@ float row(const uint16_t* q, const uint16_t* k, int64_t k_stride, const uint16_t
       else
         l[key % 16] = l[key % 16] + p[key];
     }
-    for (int d = 0; d < 128; d++) {
-      o[d] = o[d] * rescale;
-      for (int key = 0; key < n; key++) o[d] = std::fma(p[key], bf16_to_float(v[(tile + key) * v_stride + d]), o[d]);
-    }
+    for (int d = 0; d < 128; d++) o[d] = o[d] * rescale;
+    for (int key = 0; key < n; key++)
+      for (int d = 0; d < 128; d++) o[d] = std::fma(p[key], bf16_to_float(v[(tile + key) * v_stride + d]), o[d]);
     m = m_new;
   }
   float half[8], quarter[4];
