@@ -136,6 +136,15 @@ def _check(merged: Merged) -> None:
         first = errors[0]
         where, message = _explain(first)
         raise _violation(merged, (*map(str, first.absolute_path), *where), message)
+    section, heads = merged.value["build"], merged.value["workloads"]
+    cuda = merged.value["target"]["device"] == "cuda"
+    if cuda != (section["compiler"] == "nvcc"):
+        raise _violation(merged, ("build", "compiler"), f"{section['compiler']!r} does not compile for this target's device")
+    if cuda != bool(section["arch"]):
+        raise _violation(merged, ("build", "arch"), "nvcc needs at least one" if cuda else "only nvcc takes any")
+    if heads["heads_q"] % heads["heads_kv"] or heads["heads_q"] > 16 * heads["heads_kv"]:
+        ratio = f"{heads['heads_q']} / {heads['heads_kv']}"
+        raise _violation(merged, ("workloads", "heads_q"), f"heads_q / heads_kv is {ratio}, not a whole number from 1 to 16")
 
 
 def _violation(merged: Merged, where: tuple[str, ...], message: str) -> UserError:
