@@ -1,0 +1,94 @@
+"""Prove or refute a kernel's contract, measure it beside the libraries, and write one JSON report.
+
+    python tools/evaluate.py --gpu cpu --output runs/cpu.json
+    python tools/evaluate.py --gpu h200 --output runs/x.json --source candidate.cu --require fa3,flashinfer
+    python tools/evaluate.py --gpu cpu --output runs/y.json --cases quick --json
+
+A quick run covers fewer cases and times few cells. --only and --no-timing run a part: their status is INCOMPLETE where
+nothing failed. The report is written for every outcome and never over an existing file. The process that decides never
+loads candidate code. Exit codes: 0 for a complete pass, 1 where the report says otherwise, 2 for a usage error (no
+report), 130 after Ctrl-C (report INCOMPLETE).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tools.core.config import target_names
+from tools.core.errors import UserError, run_command
+from tools.core.files import show_path
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--gpu", metavar="TARGET", help=f"one of: {', '.join(target_names())}")
+    parser.add_argument("--config", type=Path, help="a config file in place of the target's own")
+    parser.add_argument("--output", type=Path, required=True, help="where the report goes; must not exist")
+    parser.add_argument("--source", type=Path, help="a candidate in place of the config's source")
+    parser.add_argument("--root", type=Path, help="source of the root: no cell may be slower by more than limits.max_slowdown")
+    parser.add_argument("--root-report", type=Path, help="a passed report in place of --root")
+    parser.add_argument("--incumbent", type=Path, help="source of the incumbent: decides about promotion")
+    parser.add_argument("--cases", choices=("quick", "full"), default="full")
+    parser.add_argument("--require", type=_names, default=(), metavar="NAME,...", help="baselines that must be available")
+    parser.add_argument("--allow-compat", action="store_true", help="accept another GPU that can run the code; its times are proxies")
+    parser.add_argument("--seed", type=int, help="draw the inputs of an earlier run again")
+    parser.add_argument("--only", type=_names, default=(), metavar="CHECK,...", help="run only these correctness checks")
+    parser.add_argument("--no-timing", action="store_true", help="stop after the correctness checks")
+    parser.add_argument("--json", action="store_true", help="print a summary as JSON and nothing else")
+    return parser.parse_args(arguments)
+
+
+def _summary(report: dict[str, Any], output: Path) -> dict[str, Any]:
+    timing, objective, promotion = report["timing"], report["objective"], report["promotion"]
+    return {"status": report["status"], "reason": report["reason"], "compatibility": report["compatibility"], "report": str(output),
+            "seconds": report["run"]["seconds"], "T": objective["T"] if objective else None,
+            "geomeans": timing["geomeans"] if timing else None, "promoted": promotion["promoted"] if promotion else None}  # fmt: skip
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Parse, evaluate, print."""
+    args = _parse(arguments)
+    if args.gpu is None and args.config is None:
+        raise UserError("name a target (--gpu) or a config file (--config)")
+    if args.seed is not None and args.seed < 0:
+        raise UserError(f"--seed {args.seed} is negative")
+    if args.root is not None and args.root_report is not None:
+        raise UserError("--root and --root-report exclude each other")
+    from rich.console import Console
+
+    from tools.evaluator import judge, table
+
+    signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))  # a polite end leaves a report too
+    options = judge.Options(
+        gpu=args.gpu, output=args.output, source=args.source, root=args.root, incumbent=args.incumbent, root_report=args.root_report,
+        config=args.config, cases=args.cases, require=args.require, allow_compat=args.allow_compat, seed=args.seed, only=args.only,
+        timing=not args.no_timing, command=tuple(sys.argv if arguments is None else ["evaluate.py", *arguments]),
+    )  # fmt: skip
+    console = Console(stderr=True, quiet=args.json)
+    with table.progress(console) as show:
+        report = judge.evaluate(options, show)
+    if args.json:
+        print(json.dumps(_summary(report, args.output)))
+    else:
+        table.show(Console(width=None if sys.stdout.isatty() else 132), report)
+        print(f"report    {show_path(args.output)}")
+    if report["status"] != "PASSED":
+        print(f"error: {report['status']}: {report['reason']}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main))

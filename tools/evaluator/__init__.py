@@ -1,0 +1,1 @@
+"""The evaluator: judge, workers, checks, baselines, timing and the report."""

@@ -1,0 +1,231 @@
+"""Memory that the judge owns and its workers see: every input, output, LSE and workspace of an evaluation lies here.
+
+An arena is a list of big chunks. The judge allocates from them by bumping a pointer and takes everything of a scope
+back at once; a worker maps a chunk when it first needs it. CPU chunks are anonymous shared memory (memfd), CUDA chunks
+are device allocations shared through CUDA IPC. Chunks are mapped once and never move.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import math
+import mmap
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from tools.core.errors import UserError
+from tools.evaluator.protocol import ITEM_BYTES
+
+ALIGN_BYTES = 256
+GRANULE_BYTES = 1 << 21  # chunks are whole device pages, so that no two share an IPC handle
+Ref = dict[str, Any]
+
+
+# ---------------------------------------------------------------- chunks
+
+
+class CpuChunk:
+    """Shared host memory. The handle is a path under /proc that another process of the same user can open."""
+
+    def __init__(self, nbytes: int, handle: str | None = None) -> None:
+        self.nbytes = nbytes
+        if handle is None:
+            fd = os.memfd_create("arena")
+            os.ftruncate(fd, nbytes)
+            self.handle = f"/proc/{os.getpid()}/fd/{fd}"
+        else:
+            fd = os.open(handle, os.O_RDWR)
+            self.handle = handle
+        self._map = mmap.mmap(fd, nbytes)
+        self._fd = fd
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+
+    def bytes_tensor(self) -> Any:
+        import torch
+
+        return torch.frombuffer(self._map, dtype=torch.uint8)
+
+
+class _IpcHandle(ctypes.Structure):
+    _fields_ = [("reserved", ctypes.c_ubyte * 64)]
+
+
+class _DeviceArray:
+    """Lets torch see raw device memory as a uint8 tensor without copying."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,), "typestr": "|u1", "data": (address, False), "strides": None, "version": 3,
+        }  # fmt: skip
+
+
+class CudaChunk:
+    """Device memory of the primary context of torch's current device. The handle is a CUDA IPC handle in hex."""
+
+    def __init__(self, nbytes: int, handle: str | None = None) -> None:
+        import torch
+
+        torch.zeros(1, device="cuda")  # makes the primary context current on this thread
+        driver = ctypes.CDLL("libcuda.so.1")
+        pointer = ctypes.c_uint64()
+        raw = _IpcHandle()
+        self.nbytes = nbytes
+        if handle is None:
+            self._check(driver, driver.cuMemAlloc_v2(ctypes.byref(pointer), ctypes.c_size_t(nbytes)), f"allocating {nbytes} bytes")
+            self._check(driver, driver.cuIpcGetMemHandle(ctypes.byref(raw), pointer), "sharing device memory (CUDA IPC)")
+            self.handle = bytes(raw.reserved).hex()
+        else:
+            ctypes.memmove(ctypes.byref(raw), bytes.fromhex(handle), 64)
+            flags = ctypes.c_uint(1)  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the only one there is
+            driver.cuIpcOpenMemHandle_v2.argtypes = [ctypes.POINTER(ctypes.c_uint64), _IpcHandle, ctypes.c_uint]
+            self._check(driver, driver.cuIpcOpenMemHandle_v2(ctypes.byref(pointer), raw, flags), "mapping shared device memory (CUDA IPC)")
+            self.handle = handle
+        self.address = int(pointer.value)
+
+    @staticmethod
+    def _check(driver: ctypes.CDLL, code: int, what: str) -> None:
+        if code:
+            text = ctypes.c_char_p()
+            driver.cuGetErrorString(code, ctypes.byref(text))
+            reason = text.value.decode() if text.value else f"error {code}"
+            raise UserError(f"{what} failed: {reason}")
+
+    def bytes_tensor(self) -> Any:
+        import torch
+
+        return torch.as_tensor(_DeviceArray(self.address, self.nbytes), device="cuda")
+
+
+CHUNKS = {"cpu": CpuChunk, "cuda": CudaChunk}
+
+
+# ---------------------------------------------------------------- the worker's side
+
+
+class Mapping:
+    """Chunks as a worker sees them. Pointers need no torch; tensors do."""
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        self._chunks: dict[int, Any] = {}
+        self._bytes: dict[int, Any] = {}
+
+    def open(self, chunk: int, handle: str, nbytes: int) -> None:
+        if chunk not in self._chunks:
+            self._chunks[chunk] = CHUNKS[self._device](nbytes, handle)
+
+    def pointer(self, ref: Ref | None) -> int | None:
+        return None if ref is None else self._chunks[ref["chunk"]].address + ref["offset"]
+
+    def tensor(self, ref: Ref | None) -> Any:
+        if ref is None:
+            return None
+        chunk = ref["chunk"]
+        if chunk not in self._bytes:
+            self._bytes[chunk] = self._chunks[chunk].bytes_tensor()
+        return view(self._bytes[chunk], ref)
+
+
+def torch_dtype(name: str) -> Any:
+    import torch
+
+    return {"bf16": torch.bfloat16, "f32": torch.float32, "i32": torch.int32, "u8": torch.uint8}[name]
+
+
+def view(chunk_bytes: Any, ref: Ref) -> Any:
+    base = chunk_bytes.view(torch_dtype(ref["dtype"]))
+    return base.as_strided(ref["shape"], ref["stride"], ref["offset"] // ITEM_BYTES[ref["dtype"]])
+
+
+# ---------------------------------------------------------------- the judge's side
+
+
+@dataclass
+class _Chunk:
+    number: int
+    memory: Any
+    tensor: Any
+    used: int = 0
+    kept: bool = False  # outside all scopes
+
+
+class Arena:
+    """The judge's allocator. `device` is "cpu" or "cuda"; chunks of at least `chunk_bytes` are added as needed."""
+
+    def __init__(self, device: str, chunk_bytes: int) -> None:
+        self.device = device
+        self._chunk_bytes = chunk_bytes
+        self._chunks: list[_Chunk] = []
+
+    def _add_chunk(self, nbytes: int, *, kept: bool = False) -> _Chunk:
+        size = max(0 if kept else self._chunk_bytes, -(-nbytes // GRANULE_BYTES) * GRANULE_BYTES)
+        memory = CHUNKS[self.device](size)
+        chunk = _Chunk(len(self._chunks), memory, memory.bytes_tensor(), kept=kept)
+        self._chunks.append(chunk)
+        return chunk
+
+    def keep(self, nbytes: int) -> Any:
+        """A uint8 tensor of `nbytes` that no scope takes back."""
+        chunk = self._add_chunk(nbytes, kept=True)
+        return chunk.tensor[:nbytes]
+
+    def bytes(self, nbytes: int, *, skew: int = 0) -> tuple[int, int]:
+        """(chunk, offset) of fresh memory; its address is a multiple of 256 bytes plus `skew`."""
+        need = nbytes + skew + ALIGN_BYTES
+        chunk = next((c for c in self._chunks if not c.kept and c.memory.nbytes - c.used >= need), None) or self._add_chunk(need)
+        offset = (chunk.used + ALIGN_BYTES - 1) // ALIGN_BYTES * ALIGN_BYTES + skew
+        chunk.used = offset + nbytes
+        return chunk.number, offset
+
+    def empty(self, shape: tuple[int, ...] | list[int], dtype: str = "bf16", *, order: tuple[int, ...] | None = None,
+              skew: int = 0, pad: int = 0) -> Any:  # fmt: skip
+        """An uninitialised tensor of `shape`, stored densely with its dimensions in `order` (outermost first).
+
+        skew: bytes added to a 256-byte aligned address. pad: bytes kept free before and after the tensor.
+        """
+        order = order or tuple(range(len(shape)))
+        stride, step = [0] * len(shape), 1
+        for dim in reversed(order):
+            stride[dim] = step
+            step *= shape[dim]
+        chunk, offset = self.bytes(step * ITEM_BYTES[dtype] + 2 * pad, skew=skew)
+        ref = {"chunk": chunk, "offset": offset + pad, "dtype": dtype, "shape": list(shape), "stride": stride}
+        return view(self._chunks[chunk].tensor, ref)
+
+    def ref(self, tensor: Any) -> Ref | None:
+        """The reference of any view of arena memory, however transposed, expanded or sliced."""
+        if tensor is None:
+            return None
+        address = tensor.data_ptr()
+        dtype = {"torch.bfloat16": "bf16", "torch.float32": "f32", "torch.int32": "i32", "torch.uint8": "u8"}[str(tensor.dtype)]
+        for chunk in self._chunks:
+            if chunk.memory.address <= address < chunk.memory.address + chunk.memory.nbytes:
+                return {"chunk": chunk.number, "offset": address - chunk.memory.address, "dtype": dtype,
+                        "shape": list(tensor.shape), "stride": list(tensor.stride())}  # fmt: skip
+        raise AssertionError(f"a tensor of shape {tuple(tensor.shape)} does not lie in the arena")
+
+    def handle(self, number: int) -> dict[str, Any]:
+        chunk = self._chunks[number]
+        return {"chunk": number, "handle": chunk.memory.handle, "bytes": chunk.memory.nbytes}
+
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[None]:
+        """Takes everything allocated inside back at the end."""
+        marks = [(chunk, chunk.used) for chunk in self._chunks]
+        try:
+            yield
+        finally:
+            for chunk in self._chunks:
+                chunk.used = 0
+            for chunk, used in marks:
+                chunk.used = used
+
+    def capacity(self) -> int:
+        return sum(chunk.memory.nbytes for chunk in self._chunks)
+
+
+def nbytes(shape: tuple[int, ...] | list[int], dtype: str = "bf16") -> int:
+    return math.prod(shape) * ITEM_BYTES[dtype]

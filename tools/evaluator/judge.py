@@ -1,0 +1,382 @@
+"""The process that decides: it draws the inputs, owns the memory, commands the workers, compares, times and reports.
+
+It never loads candidate code. Order: machine, builds, correctness (all of it), baselines, timing, verdict. Whatever
+ends a run early becomes a status, and the report is written.
+"""
+
+from __future__ import annotations
+
+import secrets
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tools.core.config import Target, load_target
+from tools.core.errors import BuildError, UserError
+from tools.core.files import sha256_json
+from tools.evaluator import checks, checks_values, environment, objective, providers, report
+from tools.evaluator.arena import Arena
+from tools.evaluator.cases import CHECKS, Context, Tally
+from tools.evaluator.grids import cells, grid
+from tools.evaluator.runner import START_TIMEOUT_S, Runner, WorkerFailure
+from tools.evaluator.timing import EFFORTS, Mismatch, Racer, Refused, Timer
+from tools.loader.build import Built, build
+from tools.loader.device import check_machine, resolve_device
+
+_REGISTERED = (checks, checks_values)  # importing them registers the checks
+CHUNK_BYTES = {"cpu": 1 << 30, "cuda": 32 << 30}
+COMPILING = "flashinfer"  # its worker compiles while the correctness checks run
+
+
+@dataclass(frozen=True)
+class Options:
+    """One run, as the command line states it."""
+
+    gpu: str | None
+    output: Path
+    source: Path | None = None
+    root: Path | None = None
+    incumbent: Path | None = None
+    root_report: Path | None = None
+    config: Path | None = None
+    cases: str = "full"
+    require: tuple[str, ...] = ()
+    allow_compat: bool = False
+    seed: int | None = None
+    only: tuple[str, ...] = ()
+    timing: bool = True
+    command: tuple[str, ...] = ()
+
+
+class Stop(Exception):
+    """Ends a run with a status."""
+
+    def __init__(self, status: str, reason: str) -> None:
+        super().__init__(reason)
+        self.status, self.reason = status, reason
+
+
+Show = Callable[[str, str], None]
+
+
+def evaluate(options: Options, show: Show) -> dict[str, Any]:
+    """Run one evaluation and return the report that was written.
+
+    UserError where nothing can be written or asked for (output, config, names); KeyboardInterrupt after an INCOMPLETE
+    report.
+    """
+    report.check_output(options.output)
+    target = load_target(options.gpu, options.config)
+    if unknown := [name for name in options.only if name not in CHECKS]:
+        raise UserError(f"--only: no check {unknown[0]!r}; known: {', '.join(CHECKS)}")
+    configured = {name for phase in ("full", "decode") for name in target.config["baselines"][phase]}
+    for name in sorted(configured | set(options.require)):
+        if name not in providers.NAMES or name not in configured:
+            raise UserError(f"no baseline {name!r} for target {target.name}; configured: {', '.join(sorted(configured)) or 'none'}")
+    root = report.root_latencies(options.root_report, target) if options.root_report else None
+    seed = secrets.randbits(62) if options.seed is None else options.seed
+    record = report.new(target, {"cases": options.cases, "seed": seed, "seed_given": options.seed is not None, "only": list(options.only),
+                                 "timed": options.timing, "command": list(options.command)})  # fmt: skip
+    judge = Judge(options, target, seed, record, root, show)
+    started = time.monotonic()
+    try:
+        judge.run()
+    except Stop as stop:
+        record.update(status=stop.status, reason=stop.reason)
+    except BuildError as problem:
+        record.update(status=problem.status, reason=str(problem))
+        record["logs"]["build"] = problem.log[-8000:]
+    except UserError as problem:
+        record.update(status="REFUSED", reason=str(problem))
+    except WorkerFailure as problem:
+        record.update(status=problem.status, reason=str(problem))
+    except KeyboardInterrupt:
+        record.update(status="INCOMPLETE", reason="interrupted")
+        raise
+    except Exception as problem:
+        record.update(status="INCOMPLETE", reason=" ".join(f"the evaluator failed: {type(problem).__name__}: {problem}".split()))
+        raise
+    finally:
+        with _undisturbed():
+            judge.close()
+            record["run"]["seconds"] = round(time.monotonic() - started, 3)
+            written = report.write(options.output, record)
+    return written
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """A second Ctrl-C does not stop the report from being written."""
+    try:
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    except ValueError:  # not the main thread
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+class Judge:
+    """The stages of one run; each fills its part of the report."""
+
+    def __init__(self, options: Options, target: Target, seed: int, record: dict[str, Any], root: dict[str, float] | None, show: Show) -> None:
+        self.options, self.target, self.seed, self.record, self.root = options, target, seed, record, root
+        self._show = show
+        config = target.config
+        self.device: str = config["target"]["device"]
+        self.limits: dict[str, Any] = config["limits"]
+        self.heads = (int(config["workloads"]["heads_q"]), int(config["workloads"]["heads_kv"]))
+        self.grid = grid(self.device, options.cases)
+        self.cells = cells(config["workloads"], self.grid.cells)
+        self.builds: dict[str, Built] = {}
+        self.runners: dict[str, Runner] = {}
+        self.layouts: dict[str, str] = {}
+        self.arena: Any = None
+
+    # ------------------------------------------------------------ plumbing
+
+    @contextmanager
+    def _stage(self, name: str) -> Iterator[None]:
+        self._show(name, "")
+        self._stage_name = name
+        start = time.monotonic()
+        try:
+            yield
+        finally:
+            stages = self.record["run"]["stages"]
+            stages[name] = round(stages.get(name, 0.0) + time.monotonic() - start, 3)
+
+    def _progress(self, text: str) -> None:
+        self._show(self._stage_name, text)
+
+    def _spawn(self, name: str, key: str | None = None) -> Runner:
+        """Start a worker; its first reply is awaited by `_load`."""
+        runner = Runner(name, self.arena, self.limits["case_timeout_s"])
+        self.runners[key or name] = runner
+        runner.post("hello")
+        return runner
+
+    def close(self) -> None:
+        for name, runner in self.runners.items():
+            runner.close()
+            if runner.log().strip():
+                self.record["logs"][name] = runner.log()[-4000:]
+        self.runners.clear()
+
+    # ------------------------------------------------------------ stages
+
+    def run(self) -> None:
+        with self._stage("machine"):
+            where = resolve_device(self.target, None)
+            note = check_machine(self.target, where, allow_compat=self.options.allow_compat)
+            if note:
+                self.record["compatibility"] = True
+                self.record["notes"].append(note)
+            self.record["environment"] = environment.record(self.device)
+            self.record["hashes"]["environment"] = sha256_json(report._finite(self.record["environment"]))
+            self.arena = Arena(self.device, CHUNK_BYTES[self.device])
+        with self._stage("baselines start"):
+            names = self._baseline_names()
+            for name in names:
+                self._spawn(name)
+        with self._stage("build"):
+            self._build()
+        with self._stage("workers"):
+            for role in self.builds:
+                self._spawn(role)
+            for role in self.builds:
+                self._load(role)
+            self._load_baselines(names)
+        with self._stage("correctness"):
+            self._correctness()
+        if self.options.only or not self.options.timing:
+            what = "only some checks were asked for" if self.options.only else "no timing was asked for"
+            raise Stop("INCOMPLETE", f"{what}; those that ran passed")
+        with self._stage("timing"):
+            first = self._measure(["candidate", "root", "incumbent"])
+        self._verdict(first)
+
+    def _build(self) -> None:
+        wanted: dict[str, tuple[Path | None, str]] = {"candidate": (self.options.source, "kernel"), "witness": (None, "witness")}
+        for role, source in (("root", self.options.root), ("incumbent", self.options.incumbent)):
+            if source is not None:
+                wanted[role] = (source, "kernel")
+        for role, (source, kind) in wanted.items():
+            self._progress(role)
+            try:
+                self.builds[role] = built = build(self.target, source, role=kind)
+            except BuildError as problem:
+                if role == "candidate":
+                    raise
+                raise Stop("REFUSED", f"the {role} does not build: {problem}") from None
+            self.record["builds"][role] = report.build_record(built)
+            spilling = [use["kernel"] for use in built.resources if use["spill_store_bytes"] or use["spill_load_bytes"]]
+            if spilling:
+                self.record["notes"].append(f"{role}: {len(spilling)} kernels spill registers, first {spilling[0]}")
+
+    def _load(self, role: str) -> None:
+        runner = self.runners[role]
+        runner.settle("hello", START_TIMEOUT_S)
+        runner.load_library(str(self.builds[role].library))
+
+    # ------------------------------------------------------------ baselines
+
+    def _phases(self, name: str) -> tuple[str, ...]:
+        return tuple(phase for phase in ("full", "decode") if name in self.target.config["baselines"][phase])
+
+    def _baseline_names(self) -> list[str]:
+        section = self.target.config["baselines"]
+        names = list(dict.fromkeys([*section["full"], *section["decode"]]))
+        if self.options.cases == "quick":
+            names = [name for name in names if name in section["quick"] or name in self.options.require]
+        if not self.options.timing or self.options.only:
+            names = [name for name in names if name in (*self.options.require, self.target.config["contract"].get("library"))]
+        return names
+
+    def _load_baselines(self, names: list[str]) -> None:
+        for name in names:
+            runner = self.runners[name]
+            found: dict[str, Any] = {"available": False, "reason": None, "version": None, "phases": list(self._phases(name)), "routes": {}}
+            try:
+                runner.settle("hello", START_TIMEOUT_S)
+                reply = runner.load_provider(name)
+                found.update({key: reply[key] for key in ("available", "reason", "version")})
+                self.layouts[name] = reply["layout"]
+                if found["available"]:
+                    for entry in ("prefill", "decode"):
+                        found["routes"][entry] = runner.request("routes", entry=entry)["routes"]
+            except WorkerFailure as problem:
+                found.update(available=False, reason=problem.message)
+            self.record["baselines"][name] = found
+            if not found["available"]:
+                found["reason"] = found["reason"] or "not available"
+                runner.close()
+                if name in self.options.require:
+                    raise Stop("REFUSED", f"required baseline {name} is unavailable: {found['reason']}")
+            elif name == COMPILING:
+                runner.post("warm", heads_q=self.heads[0], heads_kv=self.heads[1])
+
+    def _available(self) -> list[str]:
+        return [name for name, found in self.record["baselines"].items() if found["available"]]
+
+    def _await_compilation(self) -> None:
+        if COMPILING in self._available():
+            self._progress(f"{COMPILING} compiles")
+            try:
+                self.runners[COMPILING].settle("warm", self.limits["build_timeout_s"])
+            except WorkerFailure as problem:
+                self.record["baselines"][COMPILING].update(available=False, reason=problem.message)
+                if COMPILING in self.options.require:
+                    raise Stop("REFUSED", f"required baseline {COMPILING} is unavailable: {problem.message}") from None
+
+    # ------------------------------------------------------------ correctness
+
+    def _references(self) -> dict[str, tuple[Runner, str]]:
+        """What accuracy is compared with, in order: the contract's library, then the config's order."""
+        library = self.target.config["contract"].get("library")
+        names = [name for name in self._available() if name != COMPILING]
+        names.sort(key=lambda name: name != library)
+        return {f"{phase}:{name}": (self.runners[name], self.layouts[name]) for name in names for phase in self._phases(name)}
+
+    def _correctness(self) -> None:
+        library = self.target.config["contract"].get("library")
+        library = library if library in self._available() else None
+        context = Context(
+            arena=self.arena, candidate=self.runners["candidate"], witness=self.runners["witness"], seed=self.seed, grid=self.grid,
+            tile=self.target.config["contract"]["tile"], cells=self.cells, heads=self.heads, limits=self.limits,
+            library=self.runners[library] if library else None, library_layout=self.layouts.get(library or "", "bhsd"),
+            references=self._references(), progress=self._progress,
+        )  # fmt: skip
+        tallies: list[Tally] = []
+        common = [context.witnessed, context.untouched]
+        try:
+            for name, item in CHECKS.items():
+                if not self.options.only or name in self.options.only:
+                    tallies.append(context.tally)
+                    tallies[-1] = context.perform(item)
+        except WorkerFailure as problem:
+            tallies[-1] = context.tally
+            context.tally.fail(context.label, str(problem))
+            raise WorkerFailure(problem.status, problem.worker, f"{context.tally.name}, {context.label}: {problem.message}") from None
+        finally:
+            every = tallies + common
+            self.record["correctness"] = {"words": sum(t.words for t in every), "differing": sum(t.differing for t in every),
+                                          "checks": [t.record() for t in every]}  # fmt: skip
+        failed = [t for t in every if t.failed]
+        if failed:
+            # A difference of bits outranks an inaccuracy.
+            first = next((t for t in failed if t.failed > t.inaccuracies), None)
+            status = "BIT_MISMATCH" if first else "INACCURATE"
+            first = first or failed[0]
+            failure = first.failures[0]
+            names = ", ".join(t.name for t in failed)
+            raise Stop(status, f"{first.name}: {failure['case']}: {failure['what']} (failed: {names})")
+
+    # ------------------------------------------------------------ timing
+
+    def _racers(self, roles: list[str]) -> list[Racer]:
+        racers = [Racer(role, self.runners[role]) for role in roles if role in self.builds]
+        for name in self._available():
+            routes = self.record["baselines"][name]["routes"]
+            racers.append(Racer(name, self.runners[name], self.layouts[name], False, self._phases(name), routes))
+        return racers
+
+    def _measure(self, roles: list[str]) -> list[dict[str, Any]]:
+        self._await_compilation()
+        timer = Timer(self.arena, self.target.config["target"], self.limits, self.heads, self.target.config["contract"]["tile"], self.seed,
+                      EFFORTS[self.device, self.options.cases], self._progress)  # fmt: skip
+        timer.observed = {[cell for cell in self.cells if cell.kind == kind][at].name for kind in {c.kind for c in self.cells} for at in (0, -1)}
+        racers = self._racers(roles)
+        try:
+            found = [timer.cell(cell, racers) for cell in self.cells]
+        except Refused as problem:
+            raise Stop("REFUSED", str(problem)) from None
+        except Mismatch as problem:
+            raise Stop("BIT_MISMATCH", str(problem)) from None
+        report.add_ratios(found)
+        if self.record["dispatch"] is None:
+            self.record["dispatch"] = timer.dispatch
+        return found
+
+    def _verdict(self, first: list[dict[str, Any]]) -> None:
+        self.record["timing"] = {"unit": "microseconds a call", "cells": first, "geomeans": report.geomeans(first), "second": None}
+        root = self.root
+        if "root" in self.builds:
+            root = {cell["name"]: taken for cell in first if (taken := objective.cold(cell, "root")) is not None}
+        self.record["objective"] = objective.summary(self.target.config["objective"], first, root)
+        if root is not None or "incumbent" in self.builds:
+            self._promotion(first, root)
+        self.record.update(status="PASSED", reason=None)
+        if self.record["compatibility"]:
+            self.record["notes"].append("the times of a compatibility run are proxies and enter no result")
+
+    def _promotion(self, first: list[dict[str, Any]], root: dict[str, float] | None) -> None:
+        problems = objective.admissible(first, root, self.limits["max_slowdown"]) if root is not None else []
+        comparison = None
+        if "incumbent" in self.builds and not problems:
+            with self._stage("second measurement"):
+                second = self._remeasure()
+            w = {cell["name"]: cell["weight"] for cell in self.record["objective"]["cells"]}
+            comparison = objective.compare(first, second, w)
+            self.record["timing"]["second"] = second
+        promoted, reason = objective.decide(problems, comparison)
+        if promoted and self.record["compatibility"]:
+            promoted, reason = False, "a compatibility run promotes nothing"
+        self.record["promotion"] = {"admissible": not problems, "problems": problems, "comparison": comparison, "promoted": promoted,
+                                    "reason": reason}  # fmt: skip
+
+    def _remeasure(self) -> list[dict[str, Any]]:
+        """Candidate and incumbent once more, in fresh processes and in the other order."""
+        for role in ("candidate", "incumbent"):
+            self.runners[role].close()
+            self._spawn(role)
+            self._load(role)
+        return self._measure(["incumbent", "candidate"])

@@ -1,0 +1,142 @@
+"""The objective T, each cell's share of it, and whether a candidate may be promoted over the incumbent.
+
+T = sum of w_c x latency_c over the cells' cold medians, in microseconds. Weights:
+
+    phase_balanced   w_c = 0.5 / (cells of the phase x reference_c): full-sequence and decode carry one half each, and
+                     T is 1 where every cell is as fast as its reference (the root, else the best baseline, else itself)
+    token_counts     w_c = tokens of the phase / (cells of the phase x tokens of the cell)
+    frequencies      w_c as given; every measured cell needs one
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tools.core.errors import UserError
+from tools.evaluator.statistics import bootstrap_ratio, median
+
+PHASES = ("full", "decode")
+LEAST_GAIN = 0.005  # no measurement here resolves less
+
+
+def cold(cell: dict[str, Any], racer: str) -> float | None:
+    """A cell's cold median of a kernel, microseconds."""
+    found = cell["modes"]["cold"]["kernels"].get(racer)
+    return None if found is None else float(found["median_us"])
+
+
+def best_baseline(mode: dict[str, Any]) -> tuple[str, str | None, float] | None:
+    """(provider, route, microseconds) of the fastest baseline of a cell's mode."""
+    found = [(record["median_us"], name, record["route"]) for name, record in mode.get("baselines", {}).items()]
+    if not found:
+        return None
+    taken, name, route = min(found)
+    return name, route, taken
+
+
+def references(cells: list[dict[str, Any]], root: dict[str, float] | None) -> dict[str, tuple[float, str]]:
+    """Each cell's reference latency and where it comes from."""
+    found: dict[str, tuple[float, str]] = {}
+    for cell in cells:
+        best = best_baseline(cell["modes"]["cold"])
+        own = cold(cell, "candidate")
+        if root is not None and cell["name"] in root:
+            found[cell["name"]] = (root[cell["name"]], "root")
+        elif best is not None:
+            found[cell["name"]] = (best[2], best[0])
+        else:
+            assert own is not None
+            found[cell["name"]] = (own, "itself")
+    return found
+
+
+def weights(objective: dict[str, Any], cells: list[dict[str, Any]], reference: dict[str, tuple[float, str]]) -> dict[str, float]:
+    """w_c of every cell. UserError where the config gives a cell no weight."""
+    kind = objective["kind"]
+    count = {phase: sum(cell["phase"] == phase for cell in cells) for phase in PHASES}
+    share = 1.0 / sum(1 for phase in PHASES if count[phase])
+    found = {}
+    for cell in cells:
+        name, phase = cell["name"], cell["phase"]
+        if kind == "phase_balanced":
+            found[name] = share / (count[phase] * reference[name][0])
+        elif kind == "token_counts":
+            found[name] = objective[phase] / (count[phase] * cell["batch"] * cell["rows"])
+        elif name in objective["cells"]:
+            found[name] = float(objective["cells"][name])
+        else:
+            raise UserError(f"objective.cells: no weight for {name!r}")
+    return found
+
+
+def total(cells: list[dict[str, Any]], w: dict[str, float], racer: str) -> float | None:
+    latencies = [(w[cell["name"]], cold(cell, racer)) for cell in cells]
+    if any(taken is None for _, taken in latencies):
+        return None
+    return sum(weight * taken for weight, taken in latencies if taken is not None)
+
+
+def summary(objective: dict[str, Any], cells: list[dict[str, Any]], root: dict[str, float] | None) -> dict[str, Any]:
+    """T of every kernel measured, the weights, and each cell's share of the candidate's T."""
+    reference = references(cells, root)
+    w = weights(objective, cells, reference)
+    candidate = total(cells, w, "candidate")
+    assert candidate is not None
+    return {
+        "kind": objective["kind"],
+        "T": candidate,
+        "others": {racer: value for racer in ("root", "incumbent") if (value := total(cells, w, racer)) is not None},
+        "cells": [
+            {"name": cell["name"], "weight": w[cell["name"]], "reference_us": reference[cell["name"]][0], "reference": reference[cell["name"]][1],
+             "share": w[cell["name"]] * (cold(cell, "candidate") or 0.0) / candidate}
+            for cell in cells
+        ],
+    }  # fmt: skip
+
+
+# ---------------------------------------------------------------- admission and promotion
+
+
+def admissible(cells: list[dict[str, Any]], root: dict[str, float], max_slowdown: float) -> list[str]:
+    """Cells in which the candidate is slower than the root by more than the limit, each as a sentence."""
+    found = []
+    for cell in cells:
+        own, base = cold(cell, "candidate"), root.get(cell["name"])
+        if own is not None and base is not None and own > max_slowdown * base:
+            found.append(f"{cell['name']}: {own:.2f} us is {own / base:.3f} of the root's {base:.2f} us, limit {max_slowdown}")
+    return found
+
+
+def samples(cells: list[dict[str, Any]], racer: str) -> list[list[float]]:
+    return [cell["modes"]["cold"]["kernels"][racer]["samples_us"] for cell in cells]
+
+
+def compare(first: list[dict[str, Any]], second: list[dict[str, Any]], w: dict[str, float]) -> dict[str, Any]:
+    """Candidate against incumbent in two measurements, each in processes of its own.
+
+    The gain must show in both, beyond the samples' own spread (the bootstrap interval of the ratio stays below 1) and
+    beyond twice what a kernel's own T moved from one measurement to the other.
+    """
+    order = [w[cell["name"]] for cell in first]
+    runs = []
+    for cells in (first, second):
+        ratio, low, high = bootstrap_ratio(samples(cells, "candidate"), samples(cells, "incumbent"), order)
+        runs.append({"ratio": ratio, "interval": [low, high]})
+    drift = 0.0
+    for racer in ("incumbent", "candidate"):
+        totals = [sum(x * median(s) for x, s in zip(order, samples(cells, racer), strict=True)) for cells in (first, second)]
+        drift = max(drift, abs(totals[0] / totals[1] - 1))
+    gain = min(1 - run["ratio"] for run in runs)
+    better = all(run["interval"][1] < 1 for run in runs) and gain > max(2 * drift, LEAST_GAIN)
+    return {"runs": runs, "drift": drift, "gain": gain, "better": better}
+
+
+def decide(problems: list[str], comparison: dict[str, Any] | None) -> tuple[bool, str]:
+    """(promoted, reason)."""
+    if problems:
+        return False, f"not admissible: {problems[0]}" + (f" and {len(problems) - 1} cells more" if len(problems) > 1 else "")
+    if comparison is None:
+        return False, "no incumbent to compare with"
+    if not comparison["better"]:
+        return False, f"gain of {100 * comparison['gain']:.2f} % is not beyond noise ({100 * comparison['drift']:.2f} % drift)"
+    return True, f"T is {100 * comparison['gain']:.2f} % lower in two measurements"

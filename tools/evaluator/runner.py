@@ -1,0 +1,255 @@
+"""The judge's handle on one worker process: start it, command it, and turn whatever goes wrong into a status.
+
+A worker runs in its own session, so that Ctrl-C reaches the judge alone and the whole group can be killed. What it
+prints goes to a log of which the last 64 KiB are kept.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from dataclasses import dataclass, field
+from typing import Any
+
+from tools.core.files import REPO_ROOT
+from tools.evaluator.arena import Arena
+from tools.evaluator.protocol import Channel, ChannelClosed, ChannelGarbage, ChannelTimeout
+
+LOG_BYTES = 64 << 10
+START_TIMEOUT_S = 120.0
+POISONS = (0xFF, 0x7F, 0xA5)  # bytes written over workspaces; 0xFF.. and 0x7F.. read as NaN in every float format
+
+
+class WorkerFailure(Exception):
+    """A worker that died, hung, answered rubbish or refused. `status` is the report's word for it."""
+
+    def __init__(self, status: str, worker: str, message: str) -> None:
+        super().__init__(f"{worker}: {message}")
+        self.status, self.worker, self.message = status, worker, message
+
+
+@dataclass
+class Call:
+    """One attention call. q [B,Hq,Sq,128], k/v [B,Hkv,Skv,128], any strides; packed: [total,H,128]."""
+
+    entry: str  # prefill | packed | extend | decode
+    q: Any
+    k: Any
+    v: Any
+    o: Any
+    lse: Any = None
+    lengths: Any = None
+    cu_seqlens: Any = None
+    max_seqlen: int = 0
+    num_sms: int = 0
+    num_threads: int = 0
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+class Runner:
+    """One worker. `name` is its role in the report (candidate, witness, root, incumbent, or a provider's name)."""
+
+    def __init__(self, name: str, arena: Arena, timeout_s: float, *, environment: dict[str, str] | None = None) -> None:
+        self.name = name
+        self._arena, self._timeout_s = arena, timeout_s
+        self._opened: set[int] = set()
+        self._next = 0
+        self._graphs = 0
+        self._passes: dict[int, int] = {}
+        self._log = bytearray()
+        self._poisoned = 0
+        self._workspace: Any = None
+        self.poison_workspace = True
+        judge_read, worker_write = os.pipe()
+        worker_read, judge_write = os.pipe()
+        command = [sys.executable, "-m", "tools.evaluator.worker", "--read", str(worker_read), "--write", str(worker_write),
+                   "--device", arena.device]  # fmt: skip
+        self._process = subprocess.Popen(
+            command, cwd=REPO_ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            pass_fds=(worker_read, worker_write), start_new_session=True, env={**os.environ, **(environment or {})},
+        )  # fmt: skip
+        os.close(worker_read)
+        os.close(worker_write)
+        self._channel = Channel(judge_read, judge_write)
+        threading.Thread(target=self._drain, daemon=True).start()
+
+    # ------------------------------------------------------------ plumbing
+
+    def _drain(self) -> None:
+        assert self._process.stdout is not None
+        while part := os.read(self._process.stdout.fileno(), 1 << 16):
+            self._log += part
+            del self._log[:-LOG_BYTES]
+
+    def log(self) -> str:
+        return self._log.decode("utf-8", "replace")
+
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def kill(self) -> None:
+        """End the worker and everything it started."""
+        try:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        except (ProcessLookupError, PermissionError):
+            pass
+        try:
+            self._process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            pass  # stuck in the kernel: nothing more can be done from here
+
+    def close(self) -> None:
+        """Ask the worker to leave; kill it where it does not."""
+        try:
+            if self.alive():
+                self.request("quit", timeout_s=5)
+                self._process.wait(timeout=5)
+        except (WorkerFailure, subprocess.TimeoutExpired):
+            pass
+        self.kill()
+        self._channel.close()
+
+    def _fail(self, status: str, message: str) -> WorkerFailure:
+        self.kill()
+        lines = [line for line in self.log().splitlines() if line.strip()]
+        return WorkerFailure(status, self.name, message + (f"; last line printed: {lines[-1][:300]}" if lines else ""))
+
+    def _death(self) -> str:
+        try:
+            code = self._process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            return "closed its pipe"
+        if code < 0:
+            return f"died from signal {signal.Signals(-code).name}"
+        return f"exited with code {code}"
+
+    def post(self, cmd: str, **arguments: Any) -> None:
+        """Send a request without waiting; `settle` takes the reply."""
+        self._next += 1
+        try:
+            self._channel.send({"id": self._next, "cmd": cmd, **arguments}, self._timeout_s)
+        except ChannelClosed:
+            raise self._fail("RUNTIME_ERROR", f"{self._death()} before {cmd}") from None
+        except ChannelTimeout as problem:
+            raise self._fail("TIMEOUT", f"{cmd}: {problem}") from None
+
+    def settle(self, cmd: str, timeout_s: float | None = None) -> dict[str, Any]:
+        timeout = self._timeout_s if timeout_s is None else timeout_s
+        try:
+            reply = self._channel.receive(timeout)
+        except ChannelTimeout:
+            raise self._fail("TIMEOUT", f"no answer to {cmd} within {timeout:g} s") from None
+        except ChannelClosed:
+            raise self._fail("RUNTIME_ERROR", f"{self._death()} during {cmd}") from None
+        except ChannelGarbage as problem:
+            raise self._fail("RUNTIME_ERROR", f"rubbish in reply to {cmd}: {problem}") from None
+        if reply.get("id") != self._next or not isinstance(reply.get("ok"), bool):
+            raise self._fail("RUNTIME_ERROR", f"rubbish in reply to {cmd}: {str(reply)[:120]}")
+        return reply
+
+    def request(self, cmd: str, *, timeout_s: float | None = None, **arguments: Any) -> dict[str, Any]:
+        """Send a command and return its reply. Raises WorkerFailure."""
+        self.post(cmd, **arguments)
+        reply = self.settle(cmd, timeout_s)
+        if not reply["ok"] and "workspace" not in reply:
+            raise WorkerFailure("RUNTIME_ERROR", self.name, f"{cmd}: {reply.get('error')}")
+        return reply
+
+    # ------------------------------------------------------------ starting
+
+    def hello(self) -> None:
+        self.request("hello", timeout_s=START_TIMEOUT_S)
+
+    def load_library(self, path: str) -> None:
+        self.request("load", kind="library", name=path)
+
+    def load_provider(self, name: str) -> dict[str, Any]:
+        return self.request("load", kind="provider", name=name, timeout_s=START_TIMEOUT_S)
+
+    # ------------------------------------------------------------ calls
+
+    def _encode(self, call: Call) -> dict[str, Any]:
+        ref = self._arena.ref
+        encoded = {name: ref(getattr(call, name)) for name in ("q", "k", "v", "o", "lse", "lengths", "cu_seqlens")}
+        return {"entry": call.entry, **encoded, "max_seqlen": call.max_seqlen, "workspace": ref(self._workspace),
+                "num_sms": call.num_sms, "num_threads": call.num_threads}  # fmt: skip
+
+    def _show(self, encoded: list[dict[str, Any]]) -> None:
+        """Have the worker map every chunk that these calls refer to."""
+        chunks = {value["chunk"] for call in encoded for value in call.values() if isinstance(value, dict)}
+        for chunk in sorted(chunks - self._opened):
+            self.request("open_arena", **self._arena.handle(chunk))
+            self._opened.add(chunk)
+
+    def poison(self) -> None:
+        """Overwrite the workspace; each time with another byte."""
+        if self._workspace is not None:
+            self._poisoned += 1
+            self._workspace.fill_(POISONS[self._poisoned % len(POISONS)])
+            self.synchronize()
+
+    def synchronize(self) -> None:
+        if self._arena.device == "cuda":
+            import torch
+
+            torch.cuda.synchronize()
+
+    def _with_workspace(self, cmd: str, calls: list[Call], **arguments: Any) -> dict[str, Any]:
+        self.synchronize()  # what the judge wrote must be there before another process reads it
+        for _ in range(3):
+            encoded = [self._encode(call) for call in calls]
+            self._show(encoded)
+            reply = self.request(cmd, calls=encoded, **arguments)
+            if reply["ok"]:
+                return reply
+            self._workspace = self._arena.keep(int(reply["workspace"]))
+            self.poison()
+        raise WorkerFailure("RUNTIME_ERROR", self.name, "asks for more workspace every time it is asked")
+
+    def run(self, calls: list[Call], *, stream: str = "side", route: str | None = None) -> None:
+        """Run calls once, in order, and wait."""
+        if self.poison_workspace:
+            self.poison()
+        self._with_workspace("call", calls, stream=stream, route=route)
+
+    def capture(self, calls: list[Call], *, route: str | None = None) -> int:
+        """Capture calls as one graph and return its number."""
+        self._graphs += 1
+        self.poison()
+        reply = self._with_workspace("capture", calls, graph=self._graphs, route=route)
+        self._passes[self._graphs] = int(reply.get("samples_per_pass", 1))
+        return self._graphs
+
+    def replay_all(self, graph: int) -> None:
+        """Run every captured call once more."""
+        self.replay(graph, self._passes[graph])
+
+    def calls_per_sample(self, graph: int, calls: int) -> int:
+        return calls // self._passes[graph]
+
+    def replay(self, graph: int, count: int) -> list[float]:
+        """Milliseconds of each of the next `count` samples (device.py) as the worker's device measured them."""
+        self.synchronize()
+        times = self.request("replay", graph=graph, count=count)["ms"]
+        if not (isinstance(times, list) and len(times) == count and all(isinstance(t, int | float) for t in times)):
+            raise self._fail("RUNTIME_ERROR", f"rubbish in reply to replay: {str(times)[:120]}")
+        return [float(t) for t in times]
+
+    def collect(self, graph: int, calls: list[Call]) -> None:
+        encoded = [self._encode(call) for call in calls]
+        self._show(encoded)
+        self.request("collect", graph=graph, calls=encoded)
+
+    def poison_outputs(self, graph: int) -> None:
+        """Fill a provider's own captured outputs with NaN."""
+        self.request("poison", graph=graph)
+
+    def profile(self, graph: int) -> dict[str, Any]:
+        return self.request("profile", graph=graph)
+
+    def drop(self, graph: int) -> None:
+        self._passes.pop(graph, None)
+        self.request("drop", graph=graph)
