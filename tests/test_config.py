@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import shutil
 from pathlib import Path
 
 import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
-from tools.core.config import SECTIONS, load_target, target_names
+from tools.core.config import SECTIONS, Target, load_target, target_names
 from tools.core.errors import UserError
 from tools.core.hashes import update_hashes
 
@@ -171,3 +176,33 @@ def test_a_config_elsewhere_may_extend_a_packaged_one(tmp_path: Path, repo: Path
     assert target.verified_files().keys() == {str(repo / name) for name in packaged.verified_files()}
     assert target.merged.origin(("limits", "max_slowdown")) == tmp_path / "mine.yaml"
     assert target.merged.origin(("limits", "accuracy_rms")) == repo / "experimental" / "common.yaml"
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_any_value_anywhere_is_valid_or_one_line(tmp_path: Path, data: st.DataObject) -> None:
+    resolved = copy.deepcopy(load_once("h200").config)
+    place, key = resolved, data.draw(st.sampled_from(list(resolved)))
+    while isinstance(place[key], dict) and place[key] and data.draw(st.booleans()):
+        place = place[key]
+        key = data.draw(st.sampled_from(list(place)))
+    place[key] = data.draw(JSON)
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump(resolved, allow_unicode=True))
+    try:
+        load_target(config=config)
+    except UserError as error:
+        assert "\n" not in str(error)
+        assert str(error).startswith(f"{config}: ")
+
+
+@functools.cache
+def load_once(name: str) -> Target:
+    return load_target(name)
