@@ -41,7 +41,7 @@ gpu-check:
 .venv/run.stamp: constraints.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
 	  || { echo "error: $(PYTHON) is older than 3.10 or missing; set PYTHON=" >&2; exit 2; }
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip --version > /dev/null 2>&1 || $(PYTHON) -m venv .venv
 	$(if $(TORCH_INDEX),$(PIP) install $(PIP_FLAGS) -c constraints.txt --index-url $(TORCH_INDEX) --no-deps torch)
 	$(PIP) install $(PIP_FLAGS) -c constraints.txt .
 	@touch $@
