@@ -42,7 +42,9 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--incumbent", type=Path, help="source of the incumbent: decides about promotion")
     parser.add_argument("--cases", choices=("quick", "full"), default="full")
     parser.add_argument("--require", type=_names, default=(), metavar="NAME,...", help="baselines that must be available")
-    parser.add_argument("--allow-compat", action="store_true", help="accept another GPU that can run the code; its times are proxies")
+    parser.add_argument(
+        "--allow-compat", action="store_true", help="accept another GPU that can run the code; its times are proxies"
+    )
     parser.add_argument("--seed", type=int, help="draw the inputs of an earlier run again")
     parser.add_argument("--only", type=_names, default=(), metavar="CHECK,...", help="run only these correctness checks")
     parser.add_argument("--no-timing", action="store_true", help="stop after the correctness checks")
@@ -52,9 +54,16 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def _summary(report: dict[str, Any], output: Path) -> dict[str, Any]:
     timing, objective, promotion = report["timing"], report["objective"], report["promotion"]
-    return {"status": report["status"], "reason": report["reason"], "compatibility": report["compatibility"], "report": str(output),
-            "seconds": report["run"]["seconds"], "T": objective["T"] if objective else None,
-            "geomeans": timing["geomeans"] if timing else None, "promoted": promotion["promoted"] if promotion else None}  # fmt: skip
+    return {
+        "status": report["status"],
+        "reason": report["reason"],
+        "compatibility": report["compatibility"],
+        "report": str(output),
+        "seconds": report["run"]["seconds"],
+        "T": objective["T"] if objective else None,
+        "geomeans": timing["geomeans"] if timing else None,
+        "promoted": promotion["promoted"] if promotion else None,
+    }
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -72,10 +81,21 @@ def main(arguments: list[str] | None = None) -> int:
 
     signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))  # a polite end leaves a report too
     options = judge.Options(
-        gpu=args.gpu, output=args.output, source=args.source, root=args.root, incumbent=args.incumbent, root_report=args.root_report,
-        config=args.config, cases=args.cases, require=args.require, allow_compat=args.allow_compat, seed=args.seed, only=args.only,
-        timing=not args.no_timing, command=tuple(sys.argv if arguments is None else ["evaluate.py", *arguments]),
-    )  # fmt: skip
+        gpu=args.gpu,
+        output=args.output,
+        source=args.source,
+        root=args.root,
+        incumbent=args.incumbent,
+        root_report=args.root_report,
+        config=args.config,
+        cases=args.cases,
+        require=args.require,
+        allow_compat=args.allow_compat,
+        seed=args.seed,
+        only=args.only,
+        timing=not args.no_timing,
+        command=tuple(sys.argv if arguments is None else ["evaluate.py", *arguments]),
+    )
     console = Console(stderr=True, quiet=args.json)
     with table.progress(console) as show:
         report = judge.evaluate(options, show)

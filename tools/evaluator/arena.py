@@ -58,8 +58,12 @@ class _DeviceArray:
 
     def __init__(self, address: int, nbytes: int) -> None:
         self.__cuda_array_interface__ = {
-            "shape": (nbytes,), "typestr": "|u1", "data": (address, False), "strides": None, "version": 3,
-        }  # fmt: skip
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "strides": None,
+            "version": 3,
+        }
 
 
 class CudaChunk:
@@ -74,14 +78,20 @@ class CudaChunk:
         raw = _IpcHandle()
         self.nbytes = nbytes
         if handle is None:
-            self._check(driver, driver.cuMemAlloc_v2(ctypes.byref(pointer), ctypes.c_size_t(nbytes)), f"allocating {nbytes} bytes")
+            self._check(
+                driver, driver.cuMemAlloc_v2(ctypes.byref(pointer), ctypes.c_size_t(nbytes)), f"allocating {nbytes} bytes"
+            )
             self._check(driver, driver.cuIpcGetMemHandle(ctypes.byref(raw), pointer), "sharing device memory (CUDA IPC)")
             self.handle = bytes(raw.reserved).hex()
         else:
             ctypes.memmove(ctypes.byref(raw), bytes.fromhex(handle), 64)
             flags = ctypes.c_uint(1)  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the only one there is
             driver.cuIpcOpenMemHandle_v2.argtypes = [ctypes.POINTER(ctypes.c_uint64), _IpcHandle, ctypes.c_uint]
-            self._check(driver, driver.cuIpcOpenMemHandle_v2(ctypes.byref(pointer), raw, flags), "mapping shared device memory (CUDA IPC)")
+            self._check(
+                driver,
+                driver.cuIpcOpenMemHandle_v2(ctypes.byref(pointer), raw, flags),
+                "mapping shared device memory (CUDA IPC)",
+            )
             self.handle = handle
         self.address = int(pointer.value)
 
@@ -99,7 +109,7 @@ class CudaChunk:
         return torch.as_tensor(_DeviceArray(self.address, self.nbytes), device="cuda")
 
 
-CHUNKS = {"cpu": CpuChunk, "cuda": CudaChunk}
+CHUNKS: dict[str, Any] = {"cpu": CpuChunk, "cuda": CudaChunk}
 
 
 # ---------------------------------------------------------------- the worker's side
@@ -175,13 +185,22 @@ class Arena:
     def bytes(self, nbytes: int, *, skew: int = 0) -> tuple[int, int]:
         """(chunk, offset) of fresh memory; its address is a multiple of 256 bytes plus `skew`."""
         need = nbytes + skew + ALIGN_BYTES
-        chunk = next((c for c in self._chunks if not c.kept and c.memory.nbytes - c.used >= need), None) or self._add_chunk(need)
+        chunk = next((c for c in self._chunks if not c.kept and c.memory.nbytes - c.used >= need), None) or self._add_chunk(
+            need
+        )
         offset = (chunk.used + ALIGN_BYTES - 1) // ALIGN_BYTES * ALIGN_BYTES + skew
         chunk.used = offset + nbytes
         return chunk.number, offset
 
-    def empty(self, shape: tuple[int, ...] | list[int], dtype: str = "bf16", *, order: tuple[int, ...] | None = None,
-              skew: int = 0, pad: int = 0) -> Any:  # fmt: skip
+    def empty(
+        self,
+        shape: tuple[int, ...] | list[int],
+        dtype: str = "bf16",
+        *,
+        order: tuple[int, ...] | None = None,
+        skew: int = 0,
+        pad: int = 0,
+    ) -> Any:
         """An uninitialised tensor of `shape`, stored densely with its dimensions in `order` (outermost first).
 
         skew: bytes added to a 256-byte aligned address. pad: bytes kept free before and after the tensor.
@@ -203,8 +222,13 @@ class Arena:
         dtype = {"torch.bfloat16": "bf16", "torch.float32": "f32", "torch.int32": "i32", "torch.uint8": "u8"}[str(tensor.dtype)]
         for chunk in self._chunks:
             if chunk.memory.address <= address < chunk.memory.address + chunk.memory.nbytes:
-                return {"chunk": chunk.number, "offset": address - chunk.memory.address, "dtype": dtype,
-                        "shape": list(tensor.shape), "stride": list(tensor.stride())}  # fmt: skip
+                return {
+                    "chunk": chunk.number,
+                    "offset": address - chunk.memory.address,
+                    "dtype": dtype,
+                    "shape": list(tensor.shape),
+                    "stride": list(tensor.stride()),
+                }
         raise AssertionError(f"a tensor of shape {tuple(tensor.shape)} does not lie in the arena")
 
     def handle(self, number: int) -> dict[str, Any]:

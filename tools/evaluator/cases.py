@@ -52,9 +52,20 @@ class Tally:
 
     def record(self) -> dict[str, Any]:
         status = "skipped" if self.skipped else "failed" if self.failed else "passed"
-        return {"name": self.name, "status": status, "reason": self.skipped, "faults": list(self.faults), "cases": self.cases,
-                "words": self.words, "differing": self.differing, "failed": self.failed, "failures": self.failures,
-                "notes": self.notes, "seconds": round(self.seconds, 3), "slowest": list(self.slowest)}  # fmt: skip
+        return {
+            "name": self.name,
+            "status": status,
+            "reason": self.skipped,
+            "faults": list(self.faults),
+            "cases": self.cases,
+            "words": self.words,
+            "differing": self.differing,
+            "failed": self.failed,
+            "failures": self.failures,
+            "notes": self.notes,
+            "seconds": round(self.seconds, 3),
+            "slowest": list(self.slowest),
+        }
 
 
 @dataclass(frozen=True)
@@ -81,9 +92,23 @@ def check(*faults: str, needs: tuple[str, ...] = ()) -> Callable[[Callable[[Cont
 class Context:
     """Everything a check may use. `library` is the worker whose full-sequence bits must equal ours, if any."""
 
-    def __init__(self, *, arena: Arena, candidate: Runner, witness: Runner | None, seed: int, grid: Grid, tile: int, cells: list[Cell],
-                 heads: tuple[int, int], limits: dict[str, Any], library: Runner | None = None, library_layout: str = "bhsd",
-                 references: dict[str, tuple[Runner, str]] | None = None, progress: Callable[[str], None] | None = None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        *,
+        arena: Arena,
+        candidate: Runner,
+        witness: Runner | None,
+        seed: int,
+        grid: Grid,
+        tile: int,
+        cells: list[Cell],
+        heads: tuple[int, int],
+        limits: dict[str, Any],
+        library: Runner | None = None,
+        library_layout: str = "bhsd",
+        references: dict[str, tuple[Runner, str]] | None = None,
+        progress: Callable[[str], None] | None = None,
+    ) -> None:
         self.arena, self.candidate, self.witness, self.library = arena, candidate, witness, library
         self.library_layout, self.references = library_layout, references or {}
         self.seed, self.grid, self.tile, self.cells, self.cell_heads, self.limits = seed, grid, tile, cells, heads, limits
@@ -132,8 +157,16 @@ class Context:
         tensor.copy_(torch.tensor(values, dtype=torch.int32))
         return tensor
 
-    def qkv(self, batch: int, rows: int, keys: int, heads: tuple[int, int] | None = None, kind: str = "normal",
-            layout: str = "bhsd", skew: int = 0) -> tuple[Any, Any, Any]:  # fmt: skip
+    def qkv(
+        self,
+        batch: int,
+        rows: int,
+        keys: int,
+        heads: tuple[int, int] | None = None,
+        kind: str = "normal",
+        layout: str = "bhsd",
+        skew: int = 0,
+    ) -> tuple[Any, Any, Any]:
         """Fresh q [B,Hq,rows,128] and k, v [B,Hkv,keys,128] in one of the two storage orders."""
         heads_q, heads_kv = heads or self.grid.heads
         order = (0, 1, 2, 3) if layout == "bhsd" else (0, 2, 1, 3)
@@ -171,8 +204,21 @@ class Context:
         start = flat.storage_offset()
         return [flat.as_strided((GUARD_BYTES,), (1,), place) for place in (start - GUARD_BYTES, start + size)]
 
-    def run(self, entry: str, q: Any, k: Any, v: Any, *, lse: bool = True, stream: str = "side", out: Any = None, finite: bool = True,
-            witness: bool = True, runner: Runner | None = None, **options: Any) -> tuple[Any, Any]:  # fmt: skip
+    def run(
+        self,
+        entry: str,
+        q: Any,
+        k: Any,
+        v: Any,
+        *,
+        lse: bool = True,
+        stream: str = "side",
+        out: Any = None,
+        finite: bool = True,
+        witness: bool = True,
+        runner: Runner | None = None,
+        **options: Any,
+    ) -> tuple[Any, Any]:
         """Run one call on the candidate (or another runner) and return (o, lse).
 
         finite: the output must be finite too. witness: compare with the witness. The rest goes to the call.
@@ -192,7 +238,9 @@ class Context:
         self.untouched.cases += 1
         missing = unwritten(call.o) + (unwritten(call.lse) if call.lse is not None else 0)
         if missing and finite:
-            self.untouched.fail(self.label, f"{call.entry}: {missing} words of the output were not written", check=self.tally.name)
+            self.untouched.fail(
+                self.label, f"{call.entry}: {missing} words of the output were not written", check=self.tally.name
+            )
             self.untouched.differing += missing
         elif finite and not math.isfinite(float(call.o.sum(dtype=torch.float32))):
             self.tally.fail(self.label, f"{call.entry}: the output is not finite")
@@ -215,7 +263,9 @@ class Context:
         tally.differing += difference.differing
         if difference.differing:
             extra = {"check": self.tally.name} if tally is not self.tally else {}
-            tally.fail(self.label, what, words=difference.words, differing=difference.differing, first=difference.first, **extra)
+            tally.fail(
+                self.label, what, words=difference.words, differing=difference.differing, first=difference.first, **extra
+            )
         return not difference.differing
 
     def both_equal(self, got: tuple[Any, Any], expected: tuple[Any, Any], what: str) -> None:
@@ -226,7 +276,9 @@ class Context:
     def accurate(self, accuracy: oracle.Accuracy, bound: float, what: str) -> None:
         if not accuracy.within(bound):
             self.tally.inaccuracies += 1
-            self.tally.fail(self.label, f"{what}: RMS error {accuracy.rms:.5f} above {bound:.5f} (worst row {accuracy.worst:.5f})")
+            self.tally.fail(
+                self.label, f"{what}: RMS error {accuracy.rms:.5f} above {bound:.5f} (worst row {accuracy.worst:.5f})"
+            )
 
     def compare_with_witness(self, call: Call) -> None:
         """The same call, or a part of it that fits the budget, on the witness."""
@@ -261,13 +313,21 @@ class Context:
             count = min(q.shape[0] - b, fit)
             chosen = slice(b, b + count)
             lengths = None if call.lengths is None else call.lengths[chosen]
-            part = self.call("decode", q[chosen, one], k[chosen, head : head + 1], call.v[chosen, head : head + 1], lse=lse, lengths=lengths)
+            part = self.call(
+                "decode", q[chosen, one], k[chosen, head : head + 1], call.v[chosen, head : head + 1], lse=lse, lengths=lengths
+            )
             return part, lambda t: t[chosen, one]
         # Some last rows of a sequence: an extend over the keys that they see.
         count = min(rows, fit)
         last = rows if call.lengths is not None else self.draw.python.randrange(count, rows + 1)
         seen = keys - rows + last
         lengths = None if call.lengths is None else call.lengths[b : b + 1]
-        part = self.call("extend", q[b : b + 1, one, last - count : last], k[b : b + 1, head : head + 1, :seen],
-                         call.v[b : b + 1, head : head + 1, :seen], lse=lse, lengths=lengths)  # fmt: skip
+        part = self.call(
+            "extend",
+            q[b : b + 1, one, last - count : last],
+            k[b : b + 1, head : head + 1, :seen],
+            call.v[b : b + 1, head : head + 1, :seen],
+            lse=lse,
+            lengths=lengths,
+        )
         return part, lambda t: t[b : b + 1, one, last - count : last]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -16,8 +17,14 @@ from tools.evaluator.runner import Call
 LSE_ABSOLUTE, LSE_RELATIVE = 1e-4, 1e-5  # approximate exp2 and log2 stay far below; another base does not
 
 
-@check("a skipped or misplaced rescale", "a finite mask constant beats real logits", "(-inf) - (-inf) in a masked slice",
-       "subnormals flushed on one path only", "the sign of zero lost", "P rounded on one path only")  # fmt: skip
+@check(
+    "a skipped or misplaced rescale",
+    "a finite mask constant beats real logits",
+    "(-inf) - (-inf) in a masked slice",
+    "subnormals flushed on one path only",
+    "the sign of zero lost",
+    "P rounded on one path only",
+)
 def values(ctx: Context) -> None:
     """Prefill, extend and decode of every kind of values give the same bits."""
     size = 3 * ctx.tile + 37
@@ -67,8 +74,8 @@ def lse(ctx: Context) -> None:
         with ctx.case(kind):
             size = 2 * ctx.tile + 21
             q, k, v = ctx.qkv(1, size, size, kind=kind)
-            out, found = ctx.run("prefill", q, k, v)
-            rows = list(range(0, size, max(1, size // 24))) + [size - 1]
+            _, found = ctx.run("prefill", q, k, v)
+            rows = [*range(0, size, max(1, size // 24)), size - 1]
             _, expected = oracle.reference(q[0], k[0], v[0], rows, 0)
             error = (found[0][:, rows].double() - expected).abs()
             bound = LSE_ABSOLUTE + LSE_RELATIVE * expected.abs()
@@ -78,7 +85,6 @@ def lse(ctx: Context) -> None:
             keys, batch = (t.expand(size, -1, -1, -1) for t in (k, v)), rows_as_batch(q)
             _, decoded = ctx.run("decode", batch, *keys, lengths=ctx.ints(list(range(1, size + 1))), witness=False)
             ctx.equal(decoded, lse_as_batch(found), "LSE of decode against prefill")
-            heads_q, heads_kv = ctx.grid.heads
             flat = [t[0].transpose(0, 1) for t in (q, k, v)]
             _, from_packed = ctx.run("packed", *flat, cu_seqlens=ctx.ints([0, size]), max_seqlen=size, witness=False)
             ctx.equal(from_packed, found[0], "LSE of packed against prefill")
@@ -110,7 +116,9 @@ def nonfinite(ctx: Context) -> None:
                 safe = row if what == "q" else row // ctx.tile * ctx.tile
                 ctx.equal(out[1, first:after, :safe], clean[1, first:after, :safe], "rows of earlier tiles")
                 if what == "q":
-                    ctx.equal(out[1, first:after, row + 1 :], clean[1, first:after, row + 1 :], "rows behind the poisoned query")
+                    ctx.equal(
+                        out[1, first:after, row + 1 :], clean[1, first:after, row + 1 :], "rows behind the poisoned query"
+                    )
 
 
 @check("right only on some shapes", "wrong at the target's own sizes")
@@ -162,7 +170,7 @@ def _reference_output(ctx: Context, cell: Cell, q: Any, k: Any, v: Any) -> tuple
             continue
         order = (0, 1, 2, 3) if layout == "bhsd" else (0, 2, 1, 3)
         theirs = [ctx.copied(t, order=order) for t in (q, k, v)]
-        call = Call(cell.entry, *theirs, ctx.tensor(*q.shape))
+        call = Call(cell.entry, theirs[0], theirs[1], theirs[2], ctx.tensor(*q.shape))
         try:
             runner.run([call])
         except WorkerFailure as problem:
@@ -205,7 +213,9 @@ def library(ctx: Context) -> None:
     shapes = library_shapes(ctx)
     for number, shape in enumerate(shapes):
         form, size, rows = shape["form"], shape["size"], shape["rows"]
-        with ctx.case(f"{number}: {form} B{shape['batch']} S{size} rows {rows} {shape['heads'][0]}/{shape['heads'][1]} {shape['kind']}") as draw:
+        with ctx.case(
+            f"{number}: {form} B{shape['batch']} S{size} rows {rows} {shape['heads'][0]}/{shape['heads'][1]} {shape['kind']}"
+        ) as draw:
             q, k, v = ctx.qkv(shape["batch"], size, size, heads=shape["heads"], kind=shape["kind"], layout=ctx.library_layout)
             counts["shapes"] += 1
             counts["three_tiles"] += size > 2 * ctx.tile
@@ -214,7 +224,9 @@ def library(ctx: Context) -> None:
                 expected, ours = _packed_pair(ctx, q, k, v, draw)
             else:
                 expected = _library(ctx, "extend" if form == "extend" else "prefill", q[:, :, size - rows :], k, v)
-                ours = ctx.run("extend" if form == "extend" else "prefill", q[:, :, size - rows :], k, v, witness=number % 4 == 0)
+                ours = ctx.run(
+                    "extend" if form == "extend" else "prefill", q[:, :, size - rows :], k, v, witness=number % 4 == 0
+                )
             ctx.equal(ours[0], expected[0], f"{form} against the library")
             difference = words_differ(ours[1], expected[1])
             lse_words, lse_differing = lse_words + difference.words, lse_differing + difference.differing
@@ -246,7 +258,9 @@ def _packed_pair(ctx: Context, q: Any, k: Any, v: Any, draw: inputs.Draw) -> tup
         packed.append(flat.copy_(tensor.transpose(1, 2).reshape(flat.shape)))
     total, starts = packed[0].shape[0], [0]
     while starts[-1] < total:
-        starts.append(min(total, starts[-1] + draw.python.choice((1, draw.python.randint(1, total), draw.python.randint(1, total)))))
-    longest = max(b - a for a, b in zip(starts, starts[1:], strict=False))
+        starts.append(
+            min(total, starts[-1] + draw.python.choice((1, draw.python.randint(1, total), draw.python.randint(1, total))))
+        )
+    longest = max(b - a for a, b in itertools.pairwise(starts))
     options = {"cu_seqlens": ctx.ints(starts), "max_seqlen": longest}
     return _library(ctx, "packed", *packed, **options), ctx.run("packed", *packed, witness=False, **options)

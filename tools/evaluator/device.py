@@ -11,6 +11,7 @@ rotation. `samples_per_pass` of them run every captured call once.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import tempfile
@@ -80,8 +81,8 @@ class CudaDevice:
 
         self._torch = torch
         torch.zeros(1, device="cuda")
-        self._side = torch.cuda.Stream()
-        self._other = torch.cuda.Stream()
+        self._side: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._other: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._noise: Any = None
 
     @contextlib.contextmanager
@@ -126,7 +127,7 @@ class CudaDevice:
                 graph.handle.replay()
                 event.record()
         torch.cuda.synchronize()
-        return [start.elapsed_time(end) for start, end in zip(events, events[1:], strict=False)]
+        return [start.elapsed_time(end) for start, end in itertools.pairwise(events)]
 
     def release(self, graph: Graph) -> None:
         graph.handle.reset()
@@ -150,9 +151,18 @@ class CudaDevice:
                 continue
             args = event.get("args", {})
             grid, block = args.get("grid"), args.get("block")
-            entry = found.setdefault(f"{event['name']} {grid} {block}", {
-                "name": event["name"], "launches": 0, "grid": grid, "block": block, "gpu_us": 0.0,
-                "registers": args.get("registers per thread"), "shared_bytes": args.get("shared memory")})  # fmt: skip
+            entry = found.setdefault(
+                f"{event['name']} {grid} {block}",
+                {
+                    "name": event["name"],
+                    "launches": 0,
+                    "grid": grid,
+                    "block": block,
+                    "gpu_us": 0.0,
+                    "registers": args.get("registers per thread"),
+                    "shared_bytes": args.get("shared memory"),
+                },
+            )
             entry["launches"] += 1
             entry["gpu_us"] += float(event.get("dur", 0.0))
         total = sum(entry["gpu_us"] for entry in found.values()) or 1.0

@@ -10,10 +10,32 @@ import sys
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("torch", "numpy", "flash-attn-3", "flash_attn_3", "fa3-fwd", "flash-attn", "flashinfer-python", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12",
-            "nvidia-cutlass", "triton")  # fmt: skip
-QUERY = ("name", "driver_version", "clocks.max.sm", "clocks.current.sm", "clocks.current.memory", "temperature.gpu", "power.limit",
-         "power.draw", "clocks_throttle_reasons.active", "mig.mode.current", "vbios_version")  # fmt: skip
+PACKAGES = (
+    "torch",
+    "numpy",
+    "flash-attn-3",
+    "flash_attn_3",
+    "fa3-fwd",
+    "flash-attn",
+    "flashinfer-python",
+    "nvidia-cudnn-cu13",
+    "nvidia-cudnn-cu12",
+    "nvidia-cutlass",
+    "triton",
+)
+QUERY = (
+    "name",
+    "driver_version",
+    "clocks.max.sm",
+    "clocks.current.sm",
+    "clocks.current.memory",
+    "temperature.gpu",
+    "power.limit",
+    "power.draw",
+    "clocks_throttle_reasons.active",
+    "mig.mode.current",
+    "vbios_version",
+)
 
 
 def _run(*command: str) -> str | None:
@@ -38,7 +60,7 @@ def packages() -> dict[str, str]:
     found = {}
     for name in PACKAGES:
         try:
-            found[name] = importlib.metadata.version(name)
+            found[name] = str(importlib.metadata.version(name))
         except importlib.metadata.PackageNotFoundError:
             continue
     return found
@@ -57,15 +79,31 @@ def record(device: str) -> dict[str, Any]:
     import torch
 
     found: dict[str, Any] = {
-        "python": sys.version.split()[0], "platform": platform.platform(), "machine": platform.machine(), "processor": _processor(),
+        "python": sys.version.split()[0],
+        "platform": platform.platform(),
+        "machine": platform.machine(),
+        "processor": _processor(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "load": round(os.getloadavg()[0], 2), "packages": packages(), "torch_cuda": torch.version.cuda, "gpu": None, "gpu_state": None,
-        "variables": {k: v for k, v in sorted(os.environ.items()) if k.startswith(("CUDA_", "OMP_", "MKL_", "FLASHINFER_", "TORCH_", "NVIDIA_TF32"))},
-    }  # fmt: skip
+        "load": round(os.getloadavg()[0], 2),
+        "packages": packages(),
+        "torch_cuda": torch.version.cuda,
+        "gpu": None,
+        "gpu_state": None,
+        "variables": {
+            k: v
+            for k, v in sorted(os.environ.items())
+            if k.startswith(("CUDA_", "OMP_", "MKL_", "FLASHINFER_", "TORCH_", "NVIDIA_TF32"))
+        },
+    }
     if device == "cuda":
         properties = torch.cuda.get_device_properties(0)
-        found["gpu"] = {"name": properties.name, "compute_capability": [properties.major, properties.minor],
-                        "multiprocessors": properties.multi_processor_count, "memory_bytes": properties.total_memory,
-                        "l2_bytes": getattr(properties, "L2_cache_size", None), "cudnn": torch.backends.cudnn.version()}  # fmt: skip
+        found["gpu"] = {
+            "name": properties.name,
+            "compute_capability": [properties.major, properties.minor],
+            "multiprocessors": properties.multi_processor_count,
+            "memory_bytes": properties.total_memory,
+            "l2_bytes": getattr(properties, "L2_cache_size", None),
+            "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
+        }
         found["gpu_state"] = gpu_state()
     return found

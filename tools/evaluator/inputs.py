@@ -120,9 +120,22 @@ def negative_zeros(draw: Draw, q: Any, k: Any, v: Any) -> None:
 Fill = Callable[[Draw, Any, Any, Any], None]
 KINDS: dict[str, Fill] = {
     f.__name__: f
-    for f in (normal, large_scores, equal_scores, rising, falling, jumps, below_any_mask, underflow, tiny_v, subnormal_v,
-              zero_columns, zero_rows, negative_zeros)
-}  # fmt: skip
+    for f in (
+        normal,
+        large_scores,
+        equal_scores,
+        rising,
+        falling,
+        jumps,
+        below_any_mask,
+        underflow,
+        tiny_v,
+        subnormal_v,
+        zero_columns,
+        zero_rows,
+        negative_zeros,
+    )
+}
 # An error relative to a row's own scale says nothing where the row lies among the subnormals.
 NO_ORACLE = ("tiny_v", "subnormal_v")
 GARBAGE = (float("nan"), float("inf"), float("-inf"), 3.0e38, -3.0e38)

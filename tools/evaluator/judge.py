@@ -15,12 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from tools.core.config import Target, load_target
 from tools.core.errors import BuildError, UserError
 from tools.core.files import sha256_json
-from tools.evaluator import checks, checks_values, environment, objective, providers, report
+from tools.evaluator import checks, checks_memory, checks_values, environment, objective, providers, report
 from tools.evaluator.arena import Arena
 from tools.evaluator.cases import CHECKS, Context, Tally
 from tools.evaluator.grids import cells, grid
@@ -29,7 +27,7 @@ from tools.evaluator.timing import EFFORTS, Mismatch, Racer, Refused, Timer
 from tools.loader.build import Built, build
 from tools.loader.device import check_machine, resolve_device
 
-_REGISTERED = (checks, checks_values)  # importing them registers the checks
+_REGISTERED = (checks, checks_memory, checks_values)  # importing them registers the checks
 CHUNK_BYTES = {"cpu": 1 << 30, "cuda": 32 << 30}
 COMPILING = "flashinfer"  # its worker compiles while the correctness checks run
 
@@ -78,11 +76,22 @@ def evaluate(options: Options, show: Show) -> dict[str, Any]:
     configured = {name for phase in ("full", "decode") for name in target.config["baselines"][phase]}
     for name in sorted(configured | set(options.require)):
         if name not in providers.NAMES or name not in configured:
-            raise UserError(f"no baseline {name!r} for target {target.name}; configured: {', '.join(sorted(configured)) or 'none'}")
+            raise UserError(
+                f"no baseline {name!r} for target {target.name}; configured: {', '.join(sorted(configured)) or 'none'}"
+            )
     root = report.root_latencies(options.root_report, target) if options.root_report else None
     seed = secrets.randbits(62) if options.seed is None else options.seed
-    record = report.new(target, {"cases": options.cases, "seed": seed, "seed_given": options.seed is not None, "only": list(options.only),
-                                 "timed": options.timing, "command": list(options.command)})  # fmt: skip
+    record = report.new(
+        target,
+        {
+            "cases": options.cases,
+            "seed": seed,
+            "seed_given": options.seed is not None,
+            "only": list(options.only),
+            "timed": options.timing,
+            "command": list(options.command),
+        },
+    )
     judge = Judge(options, target, seed, record, root, show)
     started = time.monotonic()
     try:
@@ -100,7 +109,9 @@ def evaluate(options: Options, show: Show) -> dict[str, Any]:
         record.update(status="INCOMPLETE", reason="interrupted")
         raise
     except Exception as problem:
-        record.update(status="INCOMPLETE", reason=" ".join(f"the evaluator failed: {type(problem).__name__}: {problem}".split()))
+        record.update(
+            status="INCOMPLETE", reason=" ".join(f"the evaluator failed: {type(problem).__name__}: {problem}".split())
+        )
         raise
     finally:
         with _undisturbed():
@@ -127,7 +138,9 @@ def _undisturbed() -> Iterator[None]:
 class Judge:
     """The stages of one run; each fills its part of the report."""
 
-    def __init__(self, options: Options, target: Target, seed: int, record: dict[str, Any], root: dict[str, float] | None, show: Show) -> None:
+    def __init__(
+        self, options: Options, target: Target, seed: int, record: dict[str, Any], root: dict[str, float] | None, show: Show
+    ) -> None:
         self.options, self.target, self.seed, self.record, self.root = options, target, seed, record, root
         self._show = show
         config = target.config
@@ -205,7 +218,10 @@ class Judge:
         self._verdict(first)
 
     def _build(self) -> None:
-        wanted: dict[str, tuple[Path | None, str]] = {"candidate": (self.options.source, "kernel"), "witness": (None, "witness")}
+        wanted: dict[str, tuple[Path | None, str]] = {
+            "candidate": (self.options.source, "kernel"),
+            "witness": (None, "witness"),
+        }
         for role, source in (("root", self.options.root), ("incumbent", self.options.incumbent)):
             if source is not None:
                 wanted[role] = (source, "kernel")
@@ -244,7 +260,13 @@ class Judge:
     def _load_baselines(self, names: list[str]) -> None:
         for name in names:
             runner = self.runners[name]
-            found: dict[str, Any] = {"available": False, "reason": None, "version": None, "phases": list(self._phases(name)), "routes": {}}
+            found: dict[str, Any] = {
+                "available": False,
+                "reason": None,
+                "version": None,
+                "phases": list(self._phases(name)),
+                "routes": {},
+            }
             try:
                 runner.settle("hello", START_TIMEOUT_S)
                 reply = runner.load_provider(name)
@@ -290,11 +312,20 @@ class Judge:
         library = self.target.config["contract"].get("library")
         library = library if library in self._available() else None
         context = Context(
-            arena=self.arena, candidate=self.runners["candidate"], witness=self.runners["witness"], seed=self.seed, grid=self.grid,
-            tile=self.target.config["contract"]["tile"], cells=self.cells, heads=self.heads, limits=self.limits,
-            library=self.runners[library] if library else None, library_layout=self.layouts.get(library or "", "bhsd"),
-            references=self._references(), progress=self._progress,
-        )  # fmt: skip
+            arena=self.arena,
+            candidate=self.runners["candidate"],
+            witness=self.runners["witness"],
+            seed=self.seed,
+            grid=self.grid,
+            tile=self.target.config["contract"]["tile"],
+            cells=self.cells,
+            heads=self.heads,
+            limits=self.limits,
+            library=self.runners[library] if library else None,
+            library_layout=self.layouts.get(library or "", "bhsd"),
+            references=self._references(),
+            progress=self._progress,
+        )
         tallies: list[Tally] = []
         common = [context.witnessed, context.untouched]
         try:
@@ -305,11 +336,16 @@ class Judge:
         except WorkerFailure as problem:
             tallies[-1] = context.tally
             context.tally.fail(context.label, str(problem))
-            raise WorkerFailure(problem.status, problem.worker, f"{context.tally.name}, {context.label}: {problem.message}") from None
+            raise WorkerFailure(
+                problem.status, problem.worker, f"{context.tally.name}, {context.label}: {problem.message}"
+            ) from None
         finally:
             every = tallies + common
-            self.record["correctness"] = {"words": sum(t.words for t in every), "differing": sum(t.differing for t in every),
-                                          "checks": [t.record() for t in every]}  # fmt: skip
+            self.record["correctness"] = {
+                "words": sum(t.words for t in every),
+                "differing": sum(t.differing for t in every),
+                "checks": [t.record() for t in every],
+            }
         failed = [t for t in every if t.failed]
         if failed:
             # A difference of bits outranks an inaccuracy.
@@ -331,9 +367,21 @@ class Judge:
 
     def _measure(self, roles: list[str]) -> list[dict[str, Any]]:
         self._await_compilation()
-        timer = Timer(self.arena, self.target.config["target"], self.limits, self.heads, self.target.config["contract"]["tile"], self.seed,
-                      EFFORTS[self.device, self.options.cases], self._progress)  # fmt: skip
-        timer.observed = {[cell for cell in self.cells if cell.kind == kind][at].name for kind in {c.kind for c in self.cells} for at in (0, -1)}
+        timer = Timer(
+            self.arena,
+            self.target.config["target"],
+            self.limits,
+            self.heads,
+            self.target.config["contract"]["tile"],
+            self.seed,
+            EFFORTS[self.device, self.options.cases],
+            self._progress,
+        )
+        timer.observed = {
+            [cell for cell in self.cells if cell.kind == kind][at].name
+            for kind in {c.kind for c in self.cells}
+            for at in (0, -1)
+        }
         racers = self._racers(roles)
         try:
             found = [timer.cell(cell, racers) for cell in self.cells]
@@ -347,7 +395,12 @@ class Judge:
         return found
 
     def _verdict(self, first: list[dict[str, Any]]) -> None:
-        self.record["timing"] = {"unit": "microseconds a call", "cells": first, "geomeans": report.geomeans(first), "second": None}
+        self.record["timing"] = {
+            "unit": "microseconds a call",
+            "cells": first,
+            "geomeans": report.geomeans(first),
+            "second": None,
+        }
         root = self.root
         if "root" in self.builds:
             root = {cell["name"]: taken for cell in first if (taken := objective.cold(cell, "root")) is not None}
@@ -370,8 +423,13 @@ class Judge:
         promoted, reason = objective.decide(problems, comparison)
         if promoted and self.record["compatibility"]:
             promoted, reason = False, "a compatibility run promotes nothing"
-        self.record["promotion"] = {"admissible": not problems, "problems": problems, "comparison": comparison, "promoted": promoted,
-                                    "reason": reason}  # fmt: skip
+        self.record["promotion"] = {
+            "admissible": not problems,
+            "problems": problems,
+            "comparison": comparison,
+            "promoted": promoted,
+            "reason": reason,
+        }
 
     def _remeasure(self) -> list[dict[str, Any]]:
         """Candidate and incumbent once more, in fresh processes and in the other order."""

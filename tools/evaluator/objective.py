@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 from tools.core.errors import UserError
-from tools.evaluator.statistics import bootstrap_ratio, median
+from tools.evaluator.statistics import bootstrap_ratio
 
 PHASES = ("full", "decode")
 LEAST_GAIN = 0.005  # no measurement here resolves less
@@ -50,7 +50,9 @@ def references(cells: list[dict[str, Any]], root: dict[str, float] | None) -> di
     return found
 
 
-def weights(objective: dict[str, Any], cells: list[dict[str, Any]], reference: dict[str, tuple[float, str]]) -> dict[str, float]:
+def weights(
+    objective: dict[str, Any], cells: list[dict[str, Any]], reference: dict[str, tuple[float, str]]
+) -> dict[str, float]:
     """w_c of every cell. UserError where the config gives a cell no weight."""
     kind = objective["kind"]
     count = {phase: sum(cell["phase"] == phase for cell in cells) for phase in PHASES}
@@ -87,11 +89,16 @@ def summary(objective: dict[str, Any], cells: list[dict[str, Any]], root: dict[s
         "T": candidate,
         "others": {racer: value for racer in ("root", "incumbent") if (value := total(cells, w, racer)) is not None},
         "cells": [
-            {"name": cell["name"], "weight": w[cell["name"]], "reference_us": reference[cell["name"]][0], "reference": reference[cell["name"]][1],
-             "share": w[cell["name"]] * (cold(cell, "candidate") or 0.0) / candidate}
+            {
+                "name": cell["name"],
+                "weight": w[cell["name"]],
+                "reference_us": reference[cell["name"]][0],
+                "reference": reference[cell["name"]][1],
+                "share": w[cell["name"]] * (cold(cell, "candidate") or 0.0) / candidate,
+            }
             for cell in cells
         ],
-    }  # fmt: skip
+    }
 
 
 # ---------------------------------------------------------------- admission and promotion
@@ -115,20 +122,21 @@ def compare(first: list[dict[str, Any]], second: list[dict[str, Any]], w: dict[s
     """Candidate against incumbent in two measurements, each in processes of its own.
 
     The gain must show in both, beyond the samples' own spread (the bootstrap interval of the ratio stays below 1) and
-    beyond twice what a kernel's own T moved from one measurement to the other.
+    beyond twice what the ratio moved from one measurement to the other (`drift`).
     """
     order = [w[cell["name"]] for cell in first]
-    runs = []
+    runs: list[tuple[float, float, float]] = []
     for cells in (first, second):
-        ratio, low, high = bootstrap_ratio(samples(cells, "candidate"), samples(cells, "incumbent"), order)
-        runs.append({"ratio": ratio, "interval": [low, high]})
-    drift = 0.0
-    for racer in ("incumbent", "candidate"):
-        totals = [sum(x * median(s) for x, s in zip(order, samples(cells, racer), strict=True)) for cells in (first, second)]
-        drift = max(drift, abs(totals[0] / totals[1] - 1))
-    gain = min(1 - run["ratio"] for run in runs)
-    better = all(run["interval"][1] < 1 for run in runs) and gain > max(2 * drift, LEAST_GAIN)
-    return {"runs": runs, "drift": drift, "gain": gain, "better": better}
+        runs.append(bootstrap_ratio(samples(cells, "candidate"), samples(cells, "incumbent"), order))
+    drift = abs(runs[0][0] - runs[1][0])
+    gain = min(1 - ratio for ratio, _, _ in runs)
+    better = all(high < 1 for _, _, high in runs) and gain > max(2 * drift, LEAST_GAIN)
+    return {
+        "runs": [{"ratio": ratio, "interval": [low, high]} for ratio, low, high in runs],
+        "drift": drift,
+        "gain": gain,
+        "better": better,
+    }
 
 
 def decide(problems: list[str], comparison: dict[str, Any] | None) -> tuple[bool, str]:

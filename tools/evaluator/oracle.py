@@ -71,8 +71,17 @@ def sample_rows(length: int, tile: int, count: int, random: Any) -> list[int]:
     return sorted(rows)
 
 
-def measure(outputs: list[Any], q: Any, k: Any, v: Any, *, rows: list[int], offset: int = 0, lengths: list[int] | None = None,
-            batches: list[int] | None = None) -> list[Accuracy]:  # fmt: skip
+def measure(
+    outputs: list[Any],
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    rows: list[int],
+    offset: int = 0,
+    lengths: list[int] | None = None,
+    batches: list[int] | None = None,
+) -> list[Accuracy]:
     """Accuracy of several outputs [B,Hq,Sq,128] of the same inputs, over the given rows of the given sequences."""
     parts: list[list[Any]] = [[] for _ in outputs]
     for b in batches if batches is not None else range(q.shape[0]):

@@ -9,6 +9,7 @@ A tensor travels as a reference into shared memory: {"chunk": id, "offset": byte
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -78,7 +79,5 @@ class Channel:
 
     def close(self) -> None:
         for fd in (self._read_fd, self._write_fd):
-            try:
+            with contextlib.suppress(OSError):
                 os.close(fd)
-            except OSError:
-                pass

@@ -242,7 +242,9 @@ class FlashInfer(Provider):
         starts = torch.arange(batch + 1, dtype=torch.int32) * pages
         last = torch.full((batch,), page, dtype=torch.int32)
         indices = torch.arange(batch * pages, dtype=torch.int32, device="cuda")
-        wrapper.plan(starts, indices, last, heads_q, heads_kv, HEAD_DIM, page, q_data_type=torch.bfloat16, kv_data_type=torch.bfloat16)
+        wrapper.plan(
+            starts, indices, last, heads_q, heads_kv, HEAD_DIM, page, q_data_type=torch.bfloat16, kv_data_type=torch.bfloat16
+        )
         torch.cuda.synchronize()
         while len(self._plans) >= 8:  # captured graphs keep theirs alive themselves
             self._plans.pop(next(iter(self._plans)))
@@ -280,8 +282,10 @@ class FlashInfer(Provider):
         import torch
 
         def build(route: str) -> None:
-            tensors = {name: torch.zeros(1, 16, heads, HEAD_DIM, dtype=torch.bfloat16, device="cuda").transpose(1, 2)
-                       for name, heads in (("k", heads_kv), ("v", heads_kv))}  # fmt: skip
+            tensors = {
+                name: torch.zeros(1, 16, heads, HEAD_DIM, dtype=torch.bfloat16, device="cuda").transpose(1, 2)
+                for name, heads in (("k", heads_kv), ("v", heads_kv))
+            }
             tensors["q"] = torch.zeros(1, heads_q, 1, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
             self.prepare("decode", tensors, 0, route)()
 
@@ -300,3 +304,53 @@ NAMES = tuple(_PROVIDERS)
 
 def make(name: str) -> Provider:
     return _PROVIDERS[name]()
+
+
+# ---------------------------------------------------------------- the start-up check
+
+VERIFY_SHAPES = ((1, 1, 32, 8), (2, 129, 12, 2), (1, 777, 64, 4), (1, 1500, 8, 8), (2, 513, 5, 1))  # batch, rows, heads
+
+
+def verify_library(kernel: Any, target: Any) -> dict[str, Any]:
+    """Prove on this machine that the contract's library has a loaded kernel's bits, full-sequence and decoded.
+
+    kernel: a tools.loader.interface.Kernel. Returns {"library", "version", "shapes", "words"}; UserError where the
+    library is missing, not named by the contract, or differs in a single word.
+    """
+    import torch
+
+    from tools.core.errors import UserError
+    from tools.evaluator.compare import words_differ
+
+    name = target.config["contract"].get("library")
+    if name is None:
+        raise UserError(f"the contract {target.config['contract']['name']} names no library to compare with")
+    provider = make(name)
+    available, reason, version = provider.available()
+    if not available:
+        raise UserError(f"{name} is not available: {reason}")
+    device, words = target.config["target"]["device"], 0
+    generator = torch.Generator(device=device).manual_seed(1)
+    for batch, rows, heads_q, heads_kv in VERIFY_SHAPES:
+
+        def draw(heads: int, batch: int = batch, rows: int = rows) -> Any:
+            values = torch.randn(batch, rows, heads, HEAD_DIM, generator=generator, device=device)
+            return values.to(torch.bfloat16).transpose(1, 2)
+
+        q, k, v = draw(heads_q), draw(heads_kv), draw(heads_kv)
+        expected, _ = provider.prepare("prefill", {"q": q, "k": k, "v": v}, rows, None)()
+        ours = kernel.unified_prefill(q, k, v, heads_q, heads_kv)
+        pairs = [("prefill", ours, expected)]
+        for length in sorted({1, rows, rows // 2 + 1}):
+            row = slice(length - 1, length)
+            got = kernel.unified_decode(q[:, :, row], k[:, :, :length], v[:, :, :length], heads_q, heads_kv)
+            pairs.append((f"decode over {length} keys", got, expected[:, :, row]))
+        for what, got, want in pairs:
+            found = words_differ(got, want)
+            words += found.words
+            if found.differing:
+                shape = f"B{batch} S{rows} heads {heads_q}/{heads_kv}"
+                raise UserError(
+                    f"{name} ({version}) differs from {what} in {found.differing} of {found.words} words at {shape}"
+                )
+    return {"library": name, "version": version, "shapes": len(VERIFY_SHAPES), "words": words}

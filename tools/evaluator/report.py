@@ -45,21 +45,50 @@ def evaluator_hashes() -> dict[str, str]:
 def new(target: Any, run: dict[str, Any]) -> dict[str, Any]:
     """An empty report: INCOMPLETE until something is known."""
     return {
-        "version": VERSION, "status": "INCOMPLETE", "reason": "the run did not finish", "compatibility": False,
-        "run": {"started": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"), "seconds": 0.0, "stages": {}, **run},
-        "target": {"name": target.name, "sections": dict(target.sections), "gpu_names": target.config["target"].get("gpu_names", []),
-                   "contract": target.config["contract"]["name"]},
+        "version": VERSION,
+        "status": "INCOMPLETE",
+        "reason": "the run did not finish",
+        "compatibility": False,
+        "run": {
+            "started": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            "seconds": 0.0,
+            "stages": {},
+            **run,
+        },
+        "target": {
+            "name": target.name,
+            "sections": dict(target.sections),
+            "gpu_names": target.config["target"].get("gpu_names", []),
+            "contract": target.config["contract"]["name"],
+        },
         "hashes": {"evaluator": sha256_json(evaluator_hashes()), "evaluator_files": evaluator_hashes(), "environment": ""},
-        "builds": {}, "environment": {}, "notes": [], "correctness": None, "baselines": {}, "timing": None, "objective": None,
-        "promotion": None, "dispatch": None, "logs": {},
-    }  # fmt: skip
+        "builds": {},
+        "environment": {},
+        "notes": [],
+        "correctness": None,
+        "baselines": {},
+        "timing": None,
+        "objective": None,
+        "promotion": None,
+        "dispatch": None,
+        "logs": {},
+    }
 
 
 def build_record(built: Any) -> dict[str, Any]:
-    return {"source": show_path(built.source), "source_sha256": built.source_sha256, "files": dict(built.files),
-            "preprocessed_sha256": built.preprocessed_sha256, "library_sha256": built.library_sha256, "command": list(built.command),
-            "toolchain": dict(built.toolchain), "resources": list(built.resources), "seconds": round(built.seconds, 3),
-            "cached": built.cached, "log": built.log[-4000:]}  # fmt: skip
+    return {
+        "source": show_path(built.source),
+        "source_sha256": built.source_sha256,
+        "files": dict(built.files),
+        "preprocessed_sha256": built.preprocessed_sha256,
+        "library_sha256": built.library_sha256,
+        "command": list(built.command),
+        "toolchain": dict(built.toolchain),
+        "resources": list(built.resources),
+        "seconds": round(built.seconds, 3),
+        "cached": built.cached,
+        "log": built.log[-4000:],
+    }
 
 
 def _finite(value: Any) -> Any:
@@ -126,7 +155,9 @@ def root_latencies(path: Path, target: Any) -> dict[str, float]:
     for section in ("target", "contract", "workloads"):
         if report["target"]["sections"].get(section) != target.sections[section]:
             raise UserError(f"{show_path(path)}: target.sections.{section}: another {section} than this target's")
-    return {cell["name"]: found for cell in report["timing"]["cells"] if (found := objective.cold(cell, "candidate")) is not None}
+    return {
+        cell["name"]: found for cell in report["timing"]["cells"] if (found := objective.cold(cell, "candidate")) is not None
+    }
 
 
 # ---------------------------------------------------------------- figures
@@ -140,7 +171,9 @@ def add_ratios(cells: list[dict[str, Any]]) -> None:
                 continue
             own = mode["kernels"]["candidate"]["median_us"]
             best = objective.best_baseline(mode)
-            mode["best"] = None if best is None else {"name": best[0], "route": best[1], "median_us": best[2], "ratio": best[2] / own}
+            mode["best"] = (
+                None if best is None else {"name": best[0], "route": best[1], "median_us": best[2], "ratio": best[2] / own}
+            )
             mode["ratios"] = {name: record["median_us"] / own for name, record in mode["baselines"].items()}
 
 
@@ -160,13 +193,15 @@ def geomeans(cells: list[dict[str, Any]]) -> dict[str, Any]:
                     ratios.setdefault("best", []).append(record["best"]["ratio"])
                 for name, ratio in record["ratios"].items():
                     ratios.setdefault(name, []).append(ratio)
-            found.setdefault(mode, {})[phase] = {name: {"ratio": geometric_mean(values), "cells": len(values)} for name, values in ratios.items()}
+            found.setdefault(mode, {})[phase] = {
+                name: {"ratio": geometric_mean(values), "cells": len(values)} for name, values in ratios.items()
+            }
     return found
 
 
 def recompute(report: dict[str, Any]) -> list[str]:
     """Differences between the figures of a report and what its samples give; empty where all agree."""
-    problems = []
+    problems: list[str] = []
     timing = report["timing"]
     if timing is None:
         return problems

@@ -6,6 +6,7 @@ prints goes to a log of which the last 64 KiB are kept.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -65,12 +66,27 @@ class Runner:
         self.poison_workspace = True
         judge_read, worker_write = os.pipe()
         worker_read, judge_write = os.pipe()
-        command = [sys.executable, "-m", "tools.evaluator.worker", "--read", str(worker_read), "--write", str(worker_write),
-                   "--device", arena.device]  # fmt: skip
+        command = [
+            sys.executable,
+            "-m",
+            "tools.evaluator.worker",
+            "--read",
+            str(worker_read),
+            "--write",
+            str(worker_write),
+            "--device",
+            arena.device,
+        ]
         self._process = subprocess.Popen(
-            command, cwd=REPO_ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            pass_fds=(worker_read, worker_write), start_new_session=True, env={**os.environ, **(environment or {})},
-        )  # fmt: skip
+            command,
+            cwd=REPO_ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            pass_fds=(worker_read, worker_write),
+            start_new_session=True,
+            env={**os.environ, **(environment or {})},
+        )
         os.close(worker_read)
         os.close(worker_write)
         self._channel = Channel(judge_read, judge_write)
@@ -92,14 +108,10 @@ class Runner:
 
     def kill(self) -> None:
         """End the worker and everything it started."""
-        try:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        except (ProcessLookupError, PermissionError):
-            pass
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in the kernel: nothing more can be done from here
             self._process.wait(timeout=10)
-        except subprocess.TimeoutExpired:
-            pass  # stuck in the kernel: nothing more can be done from here
 
     def close(self) -> None:
         """Ask the worker to leave; kill it where it does not."""
@@ -174,8 +186,14 @@ class Runner:
     def _encode(self, call: Call) -> dict[str, Any]:
         ref = self._arena.ref
         encoded = {name: ref(getattr(call, name)) for name in ("q", "k", "v", "o", "lse", "lengths", "cu_seqlens")}
-        return {"entry": call.entry, **encoded, "max_seqlen": call.max_seqlen, "workspace": ref(self._workspace),
-                "num_sms": call.num_sms, "num_threads": call.num_threads}  # fmt: skip
+        return {
+            "entry": call.entry,
+            **encoded,
+            "max_seqlen": call.max_seqlen,
+            "workspace": ref(self._workspace),
+            "num_sms": call.num_sms,
+            "num_threads": call.num_threads,
+        }
 
     def _show(self, encoded: list[dict[str, Any]]) -> None:
         """Have the worker map every chunk that these calls refer to."""

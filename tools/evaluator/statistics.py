@@ -33,8 +33,9 @@ def geometric_mean(values: list[float]) -> float:
     return math.exp(sum(math.log(value) for value in values) / len(values))
 
 
-def bootstrap_ratio(first: list[list[float]], second: list[list[float]], weights: list[float], draws: int = 1000,
-                    seed: int = 0) -> tuple[float, float, float]:  # fmt: skip
+def bootstrap_ratio(
+    first: list[list[float]], second: list[list[float]], weights: list[float], draws: int = 1000, seed: int = 0
+) -> tuple[float, float, float]:
     """T(first) / T(second) and its 95 % bootstrap interval.
 
     first, second: samples of each cell. T = sum of weight x median. Every draw resamples each cell's samples.

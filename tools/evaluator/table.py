@@ -43,7 +43,9 @@ def _microseconds(value: float) -> str:
 
 def _cells(report: dict[str, Any], mode: str) -> Table:
     names = sorted({name for cell in report["timing"]["cells"] for name in cell["modes"][mode].get("baselines", {})})
-    table = Table(title=f"{mode}: microseconds a call (in brackets: half the width of the median's 95 % interval)", title_justify="left")
+    table = Table(
+        title=f"{mode}: microseconds a call (in brackets: half the width of the median's 95 % interval)", title_justify="left"
+    )
     table.add_column("cell")
     table.add_column("ours", justify="right")
     for name in names:
@@ -73,15 +75,32 @@ def show(console: Console, report: dict[str, Any]) -> None:
     correctness = report["correctness"]
     if correctness is not None:
         table = Table(title="correctness", title_justify="left")
-        for name, side in (("check", "left"), ("result", "left"), ("cases", "right"), ("words", "right"), ("differing", "right")):
+        for name, side in (
+            ("check", "left"),
+            ("result", "left"),
+            ("cases", "right"),
+            ("words", "right"),
+            ("differing", "right"),
+        ):
             table.add_column(name, justify=side)  # type: ignore[arg-type]
         for check in correctness["checks"]:
             colour = {"passed": "green", "failed": "red", "skipped": "yellow"}[check["status"]]
-            table.add_row(check["name"], f"[{colour}]{check['status']}[/{colour}]", str(check["cases"]), f"{check['words']:,}", f"{check['differing']:,}")
+            table.add_row(
+                check["name"],
+                f"[{colour}]{check['status']}[/{colour}]",
+                str(check["cases"]),
+                f"{check['words']:,}",
+                f"{check['differing']:,}",
+            )
         console.print(table)
         for check in correctness["checks"]:
             for failure in check["failures"][:2]:
-                console.print(f"  {check['name']}: {failure['case']}: {failure['what']} {failure.get('first') or ''}", soft_wrap=True, highlight=False, markup=False)
+                console.print(
+                    f"  {check['name']}: {failure['case']}: {failure['what']} {failure.get('first') or ''}",
+                    soft_wrap=True,
+                    highlight=False,
+                    markup=False,
+                )
     if report["timing"] is not None:
         for mode in ("cold", "hot"):
             if any(not cell["modes"][mode]["same_as"] for cell in report["timing"]["cells"]):
@@ -89,7 +108,11 @@ def show(console: Console, report: dict[str, Any]) -> None:
         for mode, phases in report["timing"]["geomeans"].items():
             for phase in ("full", "decode"):
                 for name, found in phases.get(phase, {}).items():
-                    console.print(f"  {mode} {phase}: geometric mean of {name} / ours {found['ratio']:.3f} over {found['cells']} cells", soft_wrap=True, highlight=False)
+                    console.print(
+                        f"  {mode} {phase}: geometric mean of {name} / ours {found['ratio']:.3f} over {found['cells']} cells",
+                        soft_wrap=True,
+                        highlight=False,
+                    )
         console.print(f"  T ({report['objective']['kind']}) = {report['objective']['T']:.4f}", soft_wrap=True, highlight=False)
     for name, found in report["baselines"].items():
         if not found["available"]:
@@ -97,7 +120,15 @@ def show(console: Console, report: dict[str, Any]) -> None:
     for note in report["notes"]:
         console.print(f"  note: {note}", soft_wrap=True, highlight=False, markup=False)
     if report["promotion"] is not None:
-        console.print(f"  promotion: {'yes' if report['promotion']['promoted'] else 'no'}: {report['promotion']['reason']}", soft_wrap=True, highlight=False)
+        console.print(
+            f"  promotion: {'yes' if report['promotion']['promoted'] else 'no'}: {report['promotion']['reason']}",
+            soft_wrap=True,
+            highlight=False,
+        )
     colour = "green" if report["status"] == "PASSED" else "red"
     marked = " (compatibility run: its times are proxies)" if report["compatibility"] else ""
-    console.print(f"[bold {colour}]{report['status']}[/]{marked}" + (f": {escape(report['reason'])}" if report["reason"] else ""), soft_wrap=True, highlight=False)
+    console.print(
+        f"[bold {colour}]{report['status']}[/]{marked}" + (f": {escape(report['reason'])}" if report["reason"] else ""),
+        soft_wrap=True,
+        highlight=False,
+    )

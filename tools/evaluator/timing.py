@@ -93,14 +93,23 @@ def floor_us(cell: Cell, heads: tuple[int, int], target: dict[str, Any], mode: s
     """The least time that operations, and for cold calls bytes, allow at the target's peaks."""
     operations = cell.flop(heads[0]) / (target["peak_tflops"] * 1e12)
     moved = cell.input_bytes(*heads) + cell.output_bytes(heads[0])
-    return 1e6 * max(operations, moved / (target["peak_bandwidth_gbps"] * 1e9) if mode == "cold" else 0.0)
+    return 1e6 * float(max(operations, moved / (target["peak_bandwidth_gbps"] * 1e9) if mode == "cold" else 0.0))
 
 
 class Timer:
     """Times cells. `target` is the config's target section; `limits` its limits."""
 
-    def __init__(self, arena: Arena, target: dict[str, Any], limits: dict[str, Any], heads: tuple[int, int], tile: int, seed: int,
-                 effort: Effort, progress: Callable[[str], None] | None = None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        arena: Arena,
+        target: dict[str, Any],
+        limits: dict[str, Any],
+        heads: tuple[int, int],
+        tile: int,
+        seed: int,
+        effort: Effort,
+        progress: Callable[[str], None] | None = None,
+    ) -> None:
         self._arena, self._target, self._limits = arena, target, limits
         self._heads, self._tile, self._seed, self._effort = heads, tile, seed, effort
         self._progress = progress or (lambda text: None)
@@ -112,7 +121,7 @@ class Timer:
     def calls_of(self, cell: Cell, mode: str) -> int:
         """How many calls one pass has."""
         each = cell.input_bytes(*self._heads)
-        cold = 2 * self._target["l2_bytes"] // each + 1
+        cold = 2 * int(self._target["l2_bytes"]) // each + 1
         long = math.ceil(self._effort.burst_us / floor_us(cell, self._heads, self._target, "cold"))
         if mode == "hot":
             return max(1, min(long, 256))
@@ -148,8 +157,15 @@ class Timer:
 
     def cell(self, cell: Cell, racers: list[Racer]) -> dict[str, Any]:
         """The record of one cell. Raises Refused, Mismatch, or WorkerFailure of a fixed racer."""
-        record: dict[str, Any] = {"name": cell.name, "phase": cell.phase, "kind": cell.kind, "batch": cell.batch, "rows": cell.rows,
-                                  "keys": cell.keys, "modes": {}}  # fmt: skip
+        record: dict[str, Any] = {
+            "name": cell.name,
+            "phase": cell.phase,
+            "kind": cell.kind,
+            "batch": cell.batch,
+            "rows": cell.rows,
+            "keys": cell.keys,
+            "modes": {},
+        }
         racing = [racer for racer in racers if cell.phase in racer.phases and racer.runner.alive()]
         for mode in MODES:
             if mode == "hot" and cell.input_bytes(*self._heads) > 2 * self._target["l2_bytes"]:
@@ -175,9 +191,15 @@ class Timer:
                     raise
                 lost[racer.name] = problem.message
         self._race(entries)
-        record: dict[str, Any] = {"same_as": None, "calls": count, "floor_us": floor_us(cell, self._heads, self._target, mode),
-                                  "unique_bytes": cell.input_bytes(*self._heads) * len(sets["bhsd"]), "kernels": {}, "baselines": {},
-                                  "lost": lost}  # fmt: skip
+        record: dict[str, Any] = {
+            "same_as": None,
+            "calls": count,
+            "floor_us": floor_us(cell, self._heads, self._target, mode),
+            "unique_bytes": cell.input_bytes(*self._heads) * len(sets["bhsd"]),
+            "kernels": {},
+            "baselines": {},
+            "lost": lost,
+        }
         for entry in entries:
             try:
                 self._settle(cell, mode, entry, expected, draw)
@@ -203,7 +225,7 @@ class Timer:
             return _Entry(racer, None, calls, graph, racer.runner.calls_per_sample(graph, count))
         calls = [Call(cell.entry, *sets[number % len(sets)], sets[0][0]) for number in range(count)]  # o is named by `collect`
         best: _Entry | None = None
-        best_ms, screened = math.inf, {}
+        best_ms, screened = math.inf, dict[str, Any]()
         for route in racer.routes.get(cell.entry, []):
             try:
                 graph = racer.runner.capture(calls, route=route)
@@ -268,10 +290,18 @@ class Timer:
                 raise WorkerFailure("INACCURATE", entry.racer.name, f"{missing} words unwritten, RMS error {figure.rms:.5f}")
         samples = [1000 * sample / entry.per_sample for sample in entry.samples_ms]
         low, high = median_interval(samples)
-        entry.record = {"route": entry.route, "samples_us": [round(s, 4) for s in samples], "median_us": median(samples),
-                        "interval_us": [low, high], "calls_per_sample": entry.per_sample, "judge_ms": round(entry.judge_ms, 3),
-                        "worker_ms": round(entry.own_ms, 3), "verified_outputs": count,
-                        "accuracy": {"rms": figure.rms, "worst": figure.worst, "rows": figure.rows}, "screened_us": entry.screened}  # fmt: skip
+        entry.record = {
+            "route": entry.route,
+            "samples_us": [round(s, 4) for s in samples],
+            "median_us": median(samples),
+            "interval_us": [low, high],
+            "calls_per_sample": entry.per_sample,
+            "judge_ms": round(entry.judge_ms, 3),
+            "worker_ms": round(entry.own_ms, 3),
+            "verified_outputs": count,
+            "accuracy": {"rms": figure.rms, "worst": figure.worst, "rows": figure.rows},
+            "screened_us": entry.screened,
+        }
         if mode == "cold" and (entry.racer.name == "candidate" or cell.name in self.observed):
             self._observe(cell, entry)
         runner.drop(entry.graph)
@@ -282,8 +312,10 @@ class Timer:
             difference = words_differ(call.o, expected[number % len(expected)])
             if not difference.differing:
                 continue
-            text = (f"{entry.racer.name}: {cell.name} {mode}: output {number} of {len(entry.calls)} timed calls differs from the verified one "
-                    f"in {difference.differing} of {difference.words} words, first at {difference.first}")  # fmt: skip
+            text = (
+                f"{entry.racer.name}: {cell.name} {mode}: output {number} of {len(entry.calls)} timed calls differs from the "
+                f"verified one in {difference.differing} of {difference.words} words, first at {difference.first}"
+            )
             if entry.racer.name == "candidate":
                 raise Mismatch(text)
             raise Refused(f"{text}; a root or incumbent must have the candidate's bits")
@@ -319,9 +351,10 @@ class Timer:
         elif taken < floor:
             problem = f"{cell.name} {mode}: {taken:.3f} us is below the floor of {floor:.3f} us that operations and bytes allow"
         elif entry.judge_ms >= CLOCK_MIN_MS and entry.own_ms < CLOCK_RATIO * entry.judge_ms:
-            problem = f"{cell.name} {mode}: the worker's clock counted {entry.own_ms:.1f} ms, the judge's {entry.judge_ms:.1f} ms"
+            problem = (
+                f"{cell.name} {mode}: the worker's clock counted {entry.own_ms:.1f} ms, the judge's {entry.judge_ms:.1f} ms"
+            )
         if problem and entry.racer.fixed:
             raise Refused(f"{entry.racer.name}: {problem}")
         if problem:
             raise WorkerFailure("REFUSED", entry.racer.name, problem)
-

@@ -1,0 +1,281 @@
+"""Runs of the whole evaluator on the CPU target: what passes, what each kind of failure becomes, what is never lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import evaluator_tools
+import pytest
+
+from tools.core.errors import UserError
+from tools.evaluator import judge, report
+from tools.evaluator.judge import Options
+
+COMMAND = [sys.executable, "tools/evaluate.py", "--gpu", "cpu"]
+
+
+def quiet(stage: str, text: str) -> None:
+    """A progress function that shows nothing."""
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[evaluator_tools.Bench]:
+    made = evaluator_tools.Bench(tmp_path_factory.mktemp("candidates"))
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def passed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The report of a real quick evaluation of the CPU target."""
+    return judge.evaluate(Options(gpu="cpu", output=tmp_path_factory.mktemp("quick") / "report.json", cases="quick"), quiet)
+
+
+def evaluate(folder: Path, **options: Any) -> dict[str, Any]:
+    return judge.evaluate(Options(**{"gpu": "cpu", "output": folder / "report.json", "cases": "quick", **options}), quiet)
+
+
+# ---------------------------------------------------------------- a pass
+
+
+def test_quick_evaluation_passes(passed: dict[str, Any]) -> None:
+    assert passed["status"] == "PASSED", passed["reason"]
+    assert passed["reason"] is None and not passed["compatibility"]
+    assert {cell["kind"] for cell in passed["timing"]["cells"]} == {"prefill", "update", "decode"}
+    for check in passed["correctness"]["checks"]:
+        assert check["status"] == "passed" or check["name"] == "library", check
+        assert check["cases"] or check["status"] == "skipped"
+    assert report.recompute(passed) == []
+    assert abs(sum(cell["share"] for cell in passed["objective"]["cells"]) - 1) < 1e-9
+    for cell in passed["timing"]["cells"]:
+        cold = cell["modes"]["cold"]
+        assert cold["unique_bytes"] > 2 * evaluator_tools.load_target("cpu").config["target"]["l2_bytes"]
+        assert cold["kernels"]["candidate"]["verified_outputs"] == cold["calls"]
+        assert cold["kernels"]["candidate"]["median_us"] > cold["floor_us"]
+
+
+def test_report_survives_a_round_trip(passed: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "copy.json"
+    written = report.write(path, json.loads(json.dumps(passed)))
+    assert report.read(path) == written == json.loads(json.dumps(passed))
+    with pytest.raises(UserError, match="exists already"):
+        report.write(path, written)
+
+
+def test_recompute_finds_a_changed_figure(passed: dict[str, Any]) -> None:
+    for change in ("median", "ratio", "geomean"):
+        tampered = json.loads(json.dumps(passed))
+        mode = tampered["timing"]["cells"][0]["modes"]["cold"]
+        if change == "median":
+            mode["kernels"]["candidate"]["median_us"] *= 0.9
+        elif change == "ratio":
+            mode["best"]["ratio"] *= 1.1
+        else:
+            tampered["timing"]["geomeans"]["cold"]["full"]["best"]["ratio"] *= 1.1
+        assert report.recompute(tampered), change
+
+
+def test_schema_refuses_what_is_no_report(passed: dict[str, Any]) -> None:
+    def changed(**values: Any) -> dict[str, Any]:
+        return {**json.loads(json.dumps(passed)), **values}
+
+    for bad in (
+        changed(status="GOOD"),
+        changed(status="BIT_MISMATCH"),  # with timing
+        changed(extra=1),
+        {key: value for key, value in passed.items() if key != "hashes"},
+    ):
+        with pytest.raises(UserError):
+            report.validate(bad)
+
+
+def test_root_report_gives_references(passed: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "root.json"
+    report.write(path, json.loads(json.dumps(passed)))
+    target = evaluator_tools.load_target("cpu")
+    assert set(report.root_latencies(path, target)) == {cell["name"] for cell in passed["timing"]["cells"]}
+    other = json.loads(json.dumps(passed))
+    other["target"]["sections"]["contract"] = "0" * 64
+    report.write(tmp_path / "other.json", other)
+    with pytest.raises(UserError, match="another contract"):
+        report.root_latencies(tmp_path / "other.json", target)
+
+
+# ---------------------------------------------------------------- failures become statuses
+
+
+@pytest.mark.parametrize(
+    ("fault", "only", "status", "words"),
+    [
+        ("decode_tail", "every_length", "BIT_MISMATCH", "every_length"),
+        ("coarse", "accuracy", "BIT_MISMATCH", "witness"),
+        ("crash", "tails", "RUNTIME_ERROR", "SIGSEGV"),
+        ("early_exit", "tails", "RUNTIME_ERROR", "exited with code 0"),
+        ("rubbish", "tails", "RUNTIME_ERROR", "rubbish"),
+        ("error_code", "tails", "RUNTIME_ERROR", "a stated error"),
+        ("hang", "tails", "TIMEOUT", "no answer"),
+        ("honest", "tails", "INCOMPLETE", "only some checks"),
+    ],
+)
+def test_status(
+    bench: evaluator_tools.Bench,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    fault: str,
+    only: str,
+    status: str,
+    words: str,
+) -> None:
+    source = evaluator_tools.perturbed(tmp_path, bench.honest, fault)
+    if fault == "hang":
+        target = evaluator_tools.load_target("cpu")
+        target.config["limits"]["case_timeout_s"] = 3
+        monkeypatch.setattr(judge, "load_target", lambda *_: target)
+    got = evaluate(tmp_path, source=source, only=(only,))
+    assert got["status"] == status, got["reason"]
+    assert words in got["reason"]
+    assert got["timing"] is None
+    assert json.loads((tmp_path / "report.json").read_text()) == got
+
+
+def test_source_that_does_not_compile(tmp_path: Path) -> None:
+    source = tmp_path / "broken.cpp"
+    source.write_text("int unified_prefill( {\n")
+    got = evaluate(tmp_path, source=source)
+    assert got["status"] == "COMPILE_ERROR" and "error" in got["logs"]["build"]
+
+
+def test_source_that_reads_an_undeclared_file(tmp_path: Path) -> None:
+    (tmp_path / "secret.h").write_text("\n")
+    source = tmp_path / "reader.cpp"
+    source.write_text(f'#include "{tmp_path}/secret.h"\n' + evaluator_tools.load_target("cpu").source().read_text())
+    assert evaluate(tmp_path, source=source)["status"] == "REFUSED"
+
+
+def test_missing_baseline_that_is_required(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = evaluator_tools.load_target("cpu")
+    target.config["baselines"] = {"full": ["sdpa_cpu", "fa3"], "decode": ["sdpa_cpu", "fa3"], "quick": ["sdpa_cpu", "fa3"]}
+    monkeypatch.setattr(judge, "load_target", lambda *_: target)
+    got = evaluate(tmp_path, require=("fa3",))
+    assert got["status"] == "REFUSED" and "required baseline fa3" in got["reason"]
+    assert not got["baselines"]["fa3"]["available"] and got["baselines"]["fa3"]["reason"]
+
+
+def test_behaving_until_the_checks_are_over(
+    bench: evaluator_tools.Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(judge, "CHECKS", {})
+    source = evaluator_tools.perturbed(tmp_path, bench.honest, "late_change")
+    got = evaluate(tmp_path, source=source)
+    assert got["status"] == "BIT_MISMATCH" and "timed calls" in got["reason"]
+
+
+def test_time_below_the_floor_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = evaluator_tools.load_target("cpu")
+    target.config["target"]["peak_tflops"] = 1e-3
+    monkeypatch.setattr(judge, "load_target", lambda *_: target)
+    monkeypatch.setattr(judge, "CHECKS", {})
+    got = evaluate(tmp_path)
+    assert got["status"] == "REFUSED" and "below the floor" in got["reason"]
+
+
+def test_a_against_a_is_not_promoted_and_a_slower_one_is_not_admissible(
+    bench: evaluator_tools.Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(judge, "CHECKS", {})
+    honest = evaluator_tools.load_target("cpu").source()
+    target = evaluator_tools.load_target("cpu")
+    target.config["workloads"]["prefill"] = {"batch": [1], "seqlen": [64]}
+    target.config["workloads"]["update"] = {"batch": [1], "prompt": [64], "answer": 16}
+    target.config["limits"]["max_slowdown"] = 3.0  # a busy machine must not decide this test
+    monkeypatch.setattr(judge, "load_target", lambda *_: target)
+    same = evaluate(tmp_path, root=honest, incumbent=honest)
+    assert same["status"] == "PASSED", same["reason"]
+    assert same["promotion"]["admissible"] and not same["promotion"]["promoted"], same["promotion"]
+    assert same["timing"]["second"] is not None
+    source = evaluator_tools.perturbed(tmp_path, bench.honest, "slow")
+    slow = judge.evaluate(Options(gpu="cpu", output=tmp_path / "slow.json", cases="quick", source=source, root=honest), quiet)
+    assert slow["status"] == "PASSED", slow["reason"]
+    assert not slow["promotion"]["admissible"] and "limit" in slow["promotion"]["problems"][0]
+
+
+# ---------------------------------------------------------------- the command
+
+
+def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*COMMAND, *arguments], cwd=cwd, capture_output=True, text=True, timeout=300, check=False)
+
+
+def test_existing_output_is_refused_before_any_work(repo: Path, tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    path.write_text("precious")
+    got = run("--output", str(path), cwd=repo)
+    assert got.returncode == 2 and got.stderr.startswith("error: ") and got.stderr.count("\n") == 1
+    assert path.read_text() == "precious"
+
+
+def test_wrong_usage_is_one_line(repo: Path, tmp_path: Path) -> None:
+    output = ["--output", str(tmp_path / "report.json")]
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    for arguments in (
+        [*output, "--only", "nonsense"],
+        [*output, "--require", "nonsense"],
+        [*output, "--root-report", str(tmp_path / "none.json")],
+        ["--output", str(blocked / "report.json")],
+        [*output, "--seed", "-1"],
+    ):
+        got = run(*arguments, cwd=repo)
+        assert got.returncode == 2, (arguments, got.stderr)
+        assert got.stderr.startswith("error: ") and got.stderr.count("\n") == 1, got.stderr
+    assert not (tmp_path / "report.json").exists()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_unwritable_folder(repo: Path, tmp_path: Path) -> None:
+    tmp_path.chmod(0o555)
+    assert run("--output", str(tmp_path / "report.json"), cwd=repo).returncode == 2
+
+
+def test_part_of_a_run_is_no_pass(repo: Path, tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    got = run("--output", str(path), "--cases", "quick", "--only", "addresses", "--json", cwd=repo)
+    assert got.returncode == 1
+    assert json.loads(got.stdout)["status"] == "INCOMPLETE" and json.loads(path.read_text())["status"] == "INCOMPLETE"
+
+
+def test_same_seed_draws_the_same_cases(tmp_path: Path) -> None:
+    results = []
+    for name in ("a", "b"):
+        got = judge.evaluate(Options(gpu="cpu", output=tmp_path / name, cases="quick", only=("accuracy",), seed=5), quiet)
+        results.append(got["correctness"]["checks"][0]["notes"])
+    assert results[0] == results[1]
+
+
+def test_interrupt_leaves_an_incomplete_report_and_no_worker(repo: Path, tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    process = subprocess.Popen(
+        [*COMMAND, "--output", str(path)], cwd=repo, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
+    )
+    assert process.stderr is not None
+    for line in process.stderr:
+        if line.startswith("correctness"):
+            break
+    time.sleep(0.5)
+    workers = [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+    assert workers
+    process.send_signal(signal.SIGINT)
+    rest = process.stderr.read()
+    assert process.wait(timeout=30) == 130
+    assert rest.strip().splitlines()[-1] == "error: interrupted"
+    got = report.read(path)
+    assert got["status"] == "INCOMPLETE" and got["reason"] == "interrupted"
+    assert not [pid for pid in workers if Path(f"/proc/{pid}").exists()]

@@ -1,0 +1,281 @@
+"""Small parts of the evaluator: statistics, comparison, oracle, arena, cells, objective, protocol."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from tools.core.errors import UserError
+from tools.evaluator import objective, oracle
+from tools.evaluator.arena import Arena, Mapping
+from tools.evaluator.compare import checksum, poison_, unwritten, words_differ
+from tools.evaluator.grids import cells
+from tools.evaluator.inputs import KINDS, Draw
+from tools.evaluator.protocol import Channel, ChannelClosed, ChannelGarbage, ChannelTimeout
+from tools.evaluator.statistics import bootstrap_ratio, geometric_mean, median, median_interval
+from tools.evaluator.timing import floor_us
+
+# ---------------------------------------------------------------- statistics
+
+
+def test_median_and_geometric_mean() -> None:
+    assert median([3.0, 1.0, 2.0]) == 2.0
+    assert median([4.0, 1.0, 2.0, 3.0]) == 2.5
+    assert math.isclose(geometric_mean([1.0, 4.0, 16.0]), 4.0)
+
+
+def test_median_interval_covers_as_often_as_it_says() -> None:
+    assert median_interval([float(n) for n in range(1, 16)]) == (4.0, 12.0)  # 1 - 2 P(Binomial(15, 1/2) < 4) = 0.965
+    rng, hits = random.Random(1), 0
+    for _ in range(2000):
+        low, high = median_interval([rng.expovariate(1.0) for _ in range(15)])
+        hits += low <= math.log(2) <= high
+    assert 0.94 <= hits / 2000 <= 0.99
+    assert median_interval([1.0, 2.0, 3.0]) == (1.0, 3.0)
+
+
+def test_bootstrap_ratio_separates_and_does_not() -> None:
+    rng = random.Random(2)
+    slow = [[rng.gauss(100, 2) for _ in range(15)] for _ in range(3)]
+    same = [[rng.gauss(100, 2) for _ in range(15)] for _ in range(3)]
+    fast = [[x * 0.9 for x in cell] for cell in slow]
+    ratio, low, high = bootstrap_ratio(fast, slow, [1.0, 1.0, 1.0])
+    assert math.isclose(ratio, 0.9, rel_tol=1e-9) and high < 1
+    _, low, high = bootstrap_ratio(same, slow, [1.0, 1.0, 1.0])
+    assert low < 1 < high
+
+
+# ---------------------------------------------------------------- words
+
+
+def test_words_are_compared_raw() -> None:
+    nan = torch.full((2, 3), float("nan"), dtype=torch.bfloat16)
+    assert words_differ(nan, nan.clone()).differing == 0
+    other = nan.clone()
+    other.view(torch.int16)[1, 2] ^= 1
+    found = words_differ(nan, other)
+    assert (found.words, found.differing, found.first and found.first["at"]) == (6, 1, [1, 2])
+    zeros = torch.zeros(4, dtype=torch.bfloat16)
+    assert words_differ(zeros, -zeros).differing == 4
+    view = torch.randn(2, 5, 8, dtype=torch.bfloat16).transpose(0, 1)
+    assert words_differ(view, view.contiguous()).differing == 0
+
+
+def test_poison_and_checksum() -> None:
+    tensor = torch.empty(3, 128, dtype=torch.bfloat16)
+    poison_(tensor)
+    assert unwritten(tensor) == tensor.numel() and bool(tensor.isnan().all())
+    tensor.normal_()
+    before = checksum(tensor)
+    tensor.view(torch.int16)[2, 77] += 1
+    assert checksum(tensor) != before
+    assert checksum(tensor[:1].expand(9, -1)) == checksum(tensor[:1])
+
+
+# ---------------------------------------------------------------- oracle
+
+
+def test_oracle_agrees_with_torch_and_sees_errors() -> None:
+    q, k, v = (torch.randn(h, 40, 128, dtype=torch.float64) for h in (4, 2, 2))
+    got, lse = oracle.reference(q, k, v, [0, 7, 39], 0)
+    want = torch.nn.functional.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True, enable_gqa=True)[0]
+    assert torch.allclose(got, want[:, [0, 7, 39]])
+    scores = (q[1, 7] @ k[0, :8].T) / math.sqrt(128)
+    assert math.isclose(float(lse[1, 1]), float(scores.logsumexp(0)))
+    assert oracle.summarise([oracle.errors(want[:, [0, 7, 39]], got)]).rms < 1e-12
+    half = oracle.summarise([oracle.errors(0.5 * got, got)])
+    assert math.isclose(half.rms, 0.5) and math.isclose(half.worst, 0.5)
+
+
+def test_error_is_relative_to_each_row() -> None:
+    expected = torch.stack([torch.full((128,), 1e-3), torch.full((128,), 1e3)]).double()
+    wrong = expected + torch.tensor([[1e-4], [0.0]])
+    assert math.isclose(float(oracle.errors(wrong, expected)[0]), 0.1)
+
+
+def test_nothing_non_finite_passes() -> None:
+    expected = torch.ones(2, 128, dtype=torch.float64)
+    for bad in (float("nan"), float("inf")):
+        out = expected.clone()
+        out[1, 3] = bad
+        assert not oracle.summarise([oracle.errors(out, expected)]).within(1e30)
+    zero = torch.zeros(1, 128, dtype=torch.float64)
+    assert oracle.errors(zero, zero).item() == 0.0
+    assert oracle.errors(zero + 1e-30, zero).item() == math.inf
+
+
+# ---------------------------------------------------------------- memory
+
+
+def test_worker_sees_what_the_judge_wrote() -> None:
+    arena, mapping = Arena("cpu", 1 << 22), Mapping("cpu")
+    with arena.scope():
+        tensor = arena.empty((2, 3, 5, 128), order=(0, 2, 1, 3), skew=48).normal_()
+        part = tensor[1:, :, 2:4].expand(4, -1, -1, -1)
+        ref = arena.ref(part)
+        assert ref is not None
+        mapping.open(**arena.handle(ref["chunk"]))
+        assert torch.equal(mapping.tensor(ref), part)
+        assert (tensor.data_ptr() - 48) % 256 == 0
+        mapping.tensor(ref)[0, 0, 0, 0] = 9.0
+        assert float(tensor[1, 0, 2, 0]) == 9.0
+        first = tensor.data_ptr()
+    with arena.scope():
+        assert arena.empty((4,), "f32", skew=48).data_ptr() == first  # the scope's memory came back
+
+
+def test_kept_memory_outlives_scopes() -> None:
+    arena = Arena("cpu", 1 << 22)
+    with arena.scope():
+        kept = arena.keep(1000)
+        kept.fill_(7)
+    with arena.scope():
+        arena.bytes(1 << 21)
+        arena.empty((1 << 19,), "f32").fill_(0)
+    assert bool((kept == 7).all())
+
+
+# ---------------------------------------------------------------- messages
+
+
+def pipes() -> tuple[Channel, int, int]:
+    to_us, them = os.pipe()
+    theirs, ours = os.pipe()
+    return Channel(to_us, ours), them, theirs
+
+
+def test_channel_refuses_what_is_no_message() -> None:
+    channel, them, theirs = pipes()
+    channel.send({"id": 1})
+    assert os.read(theirs, 100) == b'{"id":1}\n'
+    with pytest.raises(ChannelTimeout):
+        channel.receive(0.05)
+    os.write(them, b'{"id": 2}\nnot json\n[1]\n')
+    assert channel.receive(1) == {"id": 2}
+    for _ in range(2):
+        with pytest.raises(ChannelGarbage):
+            channel.receive(1)
+    os.close(them)
+    with pytest.raises(ChannelClosed):
+        channel.receive(1)
+    os.close(theirs)
+    with pytest.raises(ChannelClosed):
+        channel.send({"id": 3})
+
+
+def test_channel_does_not_wait_for_ever_to_send() -> None:
+    channel, _, _ = pipes()
+    with pytest.raises(ChannelTimeout):
+        channel.send({"data": "x" * (1 << 20)}, timeout_s=0.1)
+
+
+# ---------------------------------------------------------------- inputs, cells, floor
+
+
+def test_inputs_repeat_and_differ() -> None:
+    def drawn(seed: int, label: str, kind: str) -> Any:
+        q, k, v = (torch.empty(1, h, 40, 128, dtype=torch.bfloat16) for h in (4, 2, 2))
+        KINDS[kind](Draw(seed, label, "cpu"), q, k, v)
+        return q, k, v
+
+    for kind in KINDS:
+        first, again = drawn(1, "a", kind), drawn(1, "a", kind)
+        assert all(words_differ(x, y).differing == 0 for x, y in zip(first, again, strict=True)), kind
+        assert all(bool(torch.isfinite(x).all()) for x in first), kind
+    assert words_differ(drawn(1, "a", "normal")[0], drawn(2, "a", "normal")[0]).differing
+    assert words_differ(drawn(1, "a", "normal")[0], drawn(1, "b", "normal")[0]).differing
+    _, _, v = drawn(1, "a", "subnormal_v")
+    assert bool((v.float().abs() < 2.0**-126).all()) and bool((v != 0).any())
+
+
+def test_cells_and_floor() -> None:
+    workloads = {
+        "heads_q": 32,
+        "heads_kv": 8,
+        "prefill": {"batch": [1, 2], "seqlen": [256, 1024]},
+        "update": {"batch": [1], "prompt": [256], "answer": 128},
+        "decode": {"batch": [1], "context": [128, 4096]},
+    }
+    found = {cell.name: cell for cell in cells(workloads)}
+    assert list(found) == ["prefill B1 S256", "prefill B1 S1024", "prefill B2 S256", "prefill B2 S1024", "update B1 S256+128",
+                           "decode B1 L128", "decode B1 L4096"]  # fmt: skip
+    assert (found["update B1 S256+128"].rows, found["update B1 S256+128"].phase) == (384, "full")
+    decode = found["decode B1 L4096"]
+    assert (decode.rows, decode.keys, decode.entry) == (1, 4096, "decode")
+    assert decode.flop(32) == 4 * 128 * 32 * 4096
+    assert decode.input_bytes(32, 8) == 2 * 128 * (32 + 2 * 8 * 4096)
+    target = {"peak_tflops": 1000, "peak_bandwidth_gbps": 1000}
+    assert math.isclose(floor_us(decode, (32, 8), target, "cold"), (decode.input_bytes(32, 8) + 8192) / 1e6, rel_tol=1e-9)
+    assert math.isclose(floor_us(decode, (32, 8), target, "hot"), decode.flop(32) / 1e9, rel_tol=1e-9)
+    assert len(cells(workloads, 1)) == 3
+
+
+# ---------------------------------------------------------------- objective and promotion
+
+
+def measured(name: str, phase: str, *, baseline: float = 20.0, rows: int = 1, **kernels: float) -> dict[str, Any]:
+    records = {
+        role: {"median_us": us, "samples_us": [us * (1 + 0.001 * (i % 3)) for i in range(15)]} for role, us in kernels.items()
+    }
+    cold = {"same_as": None, "kernels": records, "baselines": {"library": {"median_us": baseline, "route": "r"}}}
+    return {"name": name, "phase": phase, "batch": 2, "rows": rows, "modes": {"cold": cold, "hot": {"same_as": "cold"}}}
+
+
+def test_phase_balanced_weighs_both_phases_alike() -> None:
+    grid = [
+        measured("p", "full", candidate=40.0),
+        measured("d1", "decode", candidate=10.0),
+        measured("d2", "decode", candidate=30.0),
+    ]
+    found = objective.summary({"kind": "phase_balanced"}, grid, None)
+    assert math.isclose(found["T"], 0.5 * 2 + 0.25 * 0.5 + 0.25 * 1.5)
+    assert math.isclose(sum(cell["share"] for cell in found["cells"]), 1)
+    with_root = objective.summary({"kind": "phase_balanced"}, grid, {"p": 40.0, "d1": 10.0, "d2": 30.0})
+    assert math.isclose(with_root["T"], 1.0)
+
+
+def test_other_objectives() -> None:
+    grid = [measured("p", "full", rows=50, candidate=100.0), measured("d", "decode", candidate=10.0)]
+    found = objective.summary({"kind": "token_counts", "full": 1000, "decode": 20}, grid, None)
+    assert math.isclose(found["T"], 1000 * 100 / 100 + 20 * 10 / 2)
+    found = objective.summary({"kind": "frequencies", "cells": {"p": 2, "d": 3}}, grid, None)
+    assert math.isclose(found["T"], 230)
+    with pytest.raises(UserError, match="'d'"):
+        objective.summary({"kind": "frequencies", "cells": {"p": 2}}, grid, None)
+
+
+def test_admission_and_promotion() -> None:
+    def pair(candidate: float, incumbent: float) -> list[dict[str, Any]]:
+        return [measured("p", "full", candidate=candidate, incumbent=incumbent)]
+
+    w = {"p": 1.0}
+    assert objective.admissible(pair(111, 100), {"p": 100.0}, 1.1) and not objective.admissible(
+        pair(109, 100), {"p": 100.0}, 1.1
+    )
+    assert objective.decide(["p: slower"], None)[0] is False
+    assert objective.decide([], objective.compare(pair(90, 100), pair(91, 100), w))[0] is True
+    assert objective.decide([], objective.compare(pair(100, 100), pair(100, 100), w))[0] is False
+    assert objective.decide([], objective.compare(pair(90, 100), pair(101, 100), w))[0] is False  # not in the second
+    assert objective.decide([], objective.compare(pair(99.8, 100), pair(99.8, 100), w))[0] is False  # too little to resolve
+
+
+def test_a_against_a_is_almost_never_promoted() -> None:
+    rng, promoted = random.Random(3), 0
+    for _ in range(200):
+        runs = []
+        for _ in range(2):
+            grid = []
+            for name in "abcd":
+                cell = measured(name, "decode", candidate=1.0, incumbent=1.0)
+                for role in ("candidate", "incumbent"):
+                    bias = rng.gauss(1, 0.01)  # what a process's own memory and clocks add
+                    cell["modes"]["cold"]["kernels"][role]["samples_us"] = [100 * bias * rng.gauss(1, 0.01) for _ in range(15)]
+                grid.append(cell)
+            runs.append(grid)
+        promoted += objective.compare(runs[0], runs[1], dict.fromkeys("abcd", 1.0))["better"]
+    assert promoted <= 8
