@@ -425,3 +425,11 @@ def test_ptxas_log_is_read() -> None:
     assert entry.pop("kernel") in ("k(float*)", "_Z1kPf")
     assert entry == {"arch": "sm_80", "registers": 40, "shared_bytes": 1024, "spill_store_bytes": 4, "spill_load_bytes": 8,
                      "stack_bytes": 16}  # fmt: skip
+
+
+def test_a_missing_package_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise ModuleNotFoundError('no torch', name='torch')\n")
+    process = command("--gpu", "cpu", PYTHONPATH=str(tmp_path))
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert err == "error: Python package 'torch' is not installed: pip install . brings all of them\n"

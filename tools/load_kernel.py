@@ -30,12 +30,8 @@ if TYPE_CHECKING:
 
 def load_kernel(gpu: str | None, **options: Any) -> Kernel:
     """See tools.loader.interface.load_kernel; imported on the first call, because it needs torch."""
-    try:
-        from tools.loader import interface
-    except ModuleNotFoundError as error:
-        if error.name != "torch":
-            raise
-        raise UserError("torch is not installed (make run sets up an environment that has it)") from None
+    from tools.loader import interface
+
     return interface.load_kernel(gpu, **options)
 
 

@@ -6,6 +6,7 @@ Ctrl-C becomes one line and exit code 130. Anything else is a defect and keeps i
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 
@@ -41,6 +42,14 @@ def run_command(main: Callable[[], int]) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except ModuleNotFoundError as error:
+        if (error.name or "tools").split(".")[0] == "tools":
+            raise
+        print(f"error: Python package {error.name!r} is not installed: pip install . brings all of them", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # the reader of our output has left; nothing more can be written, not even at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except KeyboardInterrupt:
         print("error: interrupted", file=sys.stderr)
         return 130
