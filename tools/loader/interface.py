@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -236,6 +235,5 @@ def load_kernel(
     if verify_library:
         from tools.evaluator import providers
 
-        verify: Any = providers.verify_library
-        verify(kernel, target)
+        providers.verify_library(kernel, target)
     return kernel
