@@ -186,6 +186,12 @@ struct DecodeShared {
   float sSum[MMA_M];
 };
 
+// The tile warps and the sum warps meet here from different code, so the barrier is named and counts its threads.
+template <int THREADS>
+__device__ __forceinline__ void step_barrier() {
+  asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory");
+}
+
 // Maximum and rescale of one row once the warps' maxima of a tile are in shared memory; returns alpha and sets m and h.
 template <typename Shared>
 __device__ __forceinline__ float advance_row(const Shared& shared, int row, float& m, float& h) {
@@ -203,13 +209,14 @@ template <int SLICE, int ROW_HALVES>
 __device__ __forceinline__ void sum_rows(const UnifiedAttnParams& p, DecodeShared<SLICE, ROW_HALVES>& shared,
                                          const Sequence& seq, int64_t tiles, int64_t head_q, int group, int half,
                                          bool writes_lse) {
+  using Traits = DecodeTraits<SLICE, ROW_HALVES>;
   const int lane = threadIdx.x % 32, row = 8 * half + lane / 4;
   float m = MINUS_INFINITY, l = 0.f, h;
-  if (tiles > 0) __syncthreads();
+  if (tiles > 0) step_barrier<Traits::THREADS>();
   for (int64_t step = 0; step < tiles; ++step) {
-    __syncthreads();
+    step_barrier<Traits::THREADS>();
     const float alpha = advance_row(shared, row, m, h);
-    __syncthreads();
+    step_barrier<Traits::THREADS>();
     const float* chain = shared.sChain[half][lane];
 #pragma unroll
     for (int i = 0; i < CHAIN; i += 4) {
@@ -224,7 +231,7 @@ __device__ __forceinline__ void sum_rows(const UnifiedAttnParams& p, DecodeShare
     if (p.lse && writes_lse && row < group)
       p.lse[seq.batch * p.lse_stride[0] + (head_q + row) * p.lse_stride[1]] = numerics::log_sum_exp(m, sum);
   }
-  __syncthreads();
+  step_barrier<Traits::THREADS>();
 }
 
 template <int SLICE, int ROW_HALVES>
@@ -336,13 +343,13 @@ __global__ void __launch_bounds__(DecodeTraits<SLICE, ROW_HALVES>::THREADS, 1) d
 
   if (tiles > 0) {
     wait_copies<STAGES - 1>();
-    __syncthreads();
+    step_barrier<Traits::THREADS>();
     advance(with, without, shared_address(shared.sK[0]), 0);
     publish_maximum(0);
   }
   int stage = 0;
   for (int64_t step = 0; step < tiles; ++step) {
-    __syncthreads();  // the tile's maxima are there; K of this step, V and p of the last one have been read
+    step_barrier<Traits::THREADS>();  // the tile's maxima are there; K of this step, V and p of the last one have been read
     float alpha[ROW_HALVES];
     uint32_t packed[4] = {};
 #pragma unroll
@@ -361,7 +368,7 @@ __global__ void __launch_bounds__(DecodeTraits<SLICE, ROW_HALVES>::THREADS, 1) d
     shared.sP[warp][lane] = make_uint4(packed[0], packed[1], packed[2], packed[3]);
     load(step + STAGES, stage, step + STAGES - 1, stage == 0 ? STAGES - 1 : stage - 1);
     wait_copies<STAGES - 1>();
-    __syncthreads();  // P of this tile, its V, and the next tile's K are there
+    step_barrier<Traits::THREADS>();  // P of this tile, its V, and the next tile's K are there
 
     const int next_stage = stage + 1 == STAGES ? 0 : stage + 1;
     const uint32_t sK = shared_address(shared.sK[next_stage]), sV = shared_address(shared.sV[stage]);
@@ -381,7 +388,7 @@ __global__ void __launch_bounds__(DecodeTraits<SLICE, ROW_HALVES>::THREADS, 1) d
     stage = next_stage;
   }
 
-  __syncthreads();  // the row sums are there
+  step_barrier<Traits::THREADS>();  // the row sums are there
   if (!owns_values) return;
   bf16* gO = static_cast<bf16*>(p.o) + offset(p.o_stride, seq, head_q) + slice * SLICE + warp * WARP_DIMS + 2 * (lane % 4);
 #pragma unroll
