@@ -226,6 +226,19 @@ def test_strides(kernel: Kernel, witness: Kernel) -> None:
     assert differing([out, lse], expected) == 0
 
 
+def test_offsets_past_2_to_31(kernel: Kernel) -> None:
+    """65 rows of K and V spread over 4 GiB of memory that is reserved, not used."""
+    q, k, v = inputs(1, 2, 1, 65, 65, seed=12)
+    expected = call(kernel, "prefill", q, k, v)
+    try:
+        memory = torch.empty(65 * 2**25, dtype=BF16)
+    except RuntimeError:
+        pytest.skip("no 4 GiB of address space")
+    far_k, far_v = (memory.as_strided((1, 1, 65, 128), (128, 128, 2**25, 1), at) for at in (0, 1024))
+    far_k.copy_(k), far_v.copy_(v)
+    assert differing(call(kernel, "prefill", q, far_k, far_v), expected) == 0
+
+
 def test_garbage_behind_lengths(kernel: Kernel, witness: Kernel) -> None:
     """Rows of the cache past a sequence's length hold NaN; lengths are clamped; rows that see no key are +0 and -inf."""
     lengths = torch.tensor([1, 63, 64, 65, 0, 129, 500, -3], dtype=torch.int32)

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cfenv>
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <memory>
@@ -29,9 +30,9 @@ class DefaultFloatMode {
   fenv_t saved_;
 };
 
-// Helpers sleep between calls. The caller works too, and never waits for a helper that has not woken in time. Calls from
-// several threads take turns. The pool is never destroyed: its threads end with the process. A forked child has none of
-// them, and starts a pool of its own.
+// The caller works too, and never waits for a helper that has not woken in time; helpers sleep between calls that do not
+// follow closely. Calls from several threads take turns. The pool is never destroyed: its threads end with the process.
+// A forked child has none of them, and starts a pool of its own.
 template <class Scratch>
 class Pool {
  public:
@@ -63,15 +64,16 @@ class Pool {
     }
     for (int i = 0; i < helpers; i++) wake_.notify_one();
     drain(*scratch_[0]);
-    std::unique_lock<std::mutex> lock(state_);
-    invited_ = 0;
-    done_.wait(lock, [this] { return busy_ == 0; });
+    {
+      const std::lock_guard<std::mutex> lock(state_);
+      invited_ = 0;
+    }
+    await(done_, [this] { return busy_ == 0; });
   }
 
   void serve() {
-    std::unique_lock<std::mutex> lock(state_);
     for (;;) {
-      wake_.wait(lock, [this] { return invited_ > 0; });
+      std::unique_lock<std::mutex> lock = await(wake_, [this] { return invited_ > 0; });
       Scratch& scratch = *scratch_[invited_--];
       busy_++;
       lock.unlock();
@@ -81,17 +83,29 @@ class Pool {
     }
   }
 
+  // Returns holding state_ once `ready` holds: first awake for a while, since calls often follow each other, then asleep.
+  template <class Ready>
+  std::unique_lock<std::mutex> await(std::condition_variable& event, Ready ready) {
+    const auto start = std::chrono::steady_clock::now();
+    while (!ready() && std::chrono::steady_clock::now() - start < AWAKE) std::this_thread::yield();
+    std::unique_lock<std::mutex> lock(state_);
+    event.wait(lock, ready);
+    return lock;
+  }
+
   void drain(Scratch& scratch) {
     const DefaultFloatMode mode;
     for (int64_t item; (item = next_.fetch_add(1)) < items_;) work_(context_, item, scratch);
   }
 
+  static constexpr std::chrono::microseconds AWAKE{100};
   static inline std::atomic<Pool*> current{nullptr};
 
   std::mutex call_, state_;
   std::condition_variable wake_, done_;
   std::vector<std::unique_ptr<Scratch>> scratch_;  // [0] is the caller's
-  int threads_ = 0, invited_ = 0, busy_ = 0;
+  int threads_ = 0;
+  std::atomic<int> invited_{0}, busy_{0};  // written under state_
   Work work_ = nullptr;
   const void* context_ = nullptr;
   int64_t items_ = 0;
