@@ -186,12 +186,6 @@ struct DecodeShared {
   float sSum[MMA_M];
 };
 
-// The tile warps and the sum warps meet here from different code, so the barrier is named and counts its threads.
-template <int THREADS>
-__device__ __forceinline__ void step_barrier() {
-  asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory");
-}
-
 // Maximum and rescale of one row once the warps' maxima of a tile are in shared memory; returns alpha and sets m and h.
 template <typename Shared>
 __device__ __forceinline__ float advance_row(const Shared& shared, int row, float& m, float& h) {
@@ -204,34 +198,15 @@ __device__ __forceinline__ float advance_row(const Shared& shared, int row, floa
   return alpha;
 }
 
-// Rows 8 * half + lane / 4, quad lane lane % 4: the sum warp's part of every step, with the tile warps' barriers.
-template <int SLICE, int ROW_HALVES>
-__device__ __forceinline__ void sum_rows(const UnifiedAttnParams& p, DecodeShared<SLICE, ROW_HALVES>& shared,
-                                         const Sequence& seq, int64_t tiles, int64_t head_q, int group, int half,
-                                         bool writes_lse) {
-  using Traits = DecodeTraits<SLICE, ROW_HALVES>;
-  const int lane = threadIdx.x % 32, row = 8 * half + lane / 4;
-  float m = MINUS_INFINITY, l = 0.f, h;
-  if (tiles > 0) step_barrier<Traits::THREADS>();
-  for (int64_t step = 0; step < tiles; ++step) {
-    step_barrier<Traits::THREADS>();
-    const float alpha = advance_row(shared, row, m, h);
-    step_barrier<Traits::THREADS>();
-    const float* chain = shared.sChain[half][lane];
+// One quad lane's row sum over a tile.
+__device__ __forceinline__ float sum_chain(const float* chain, float l, float alpha) {
 #pragma unroll
-    for (int i = 0; i < CHAIN; i += 4) {
-      const float4 x = *reinterpret_cast<const float4*>(chain + i);
-      l = i == 0 ? numerics::sum_first(l, alpha, x.x) : numerics::sum_next(l, x.x);
-      l = numerics::sum_next(numerics::sum_next(numerics::sum_next(l, x.y), x.z), x.w);
-    }
+  for (int i = 0; i < CHAIN; i += 4) {
+    const float4 x = *reinterpret_cast<const float4*>(chain + i);
+    l = i == 0 ? numerics::sum_first(l, alpha, x.x) : numerics::sum_next(l, x.x);
+    l = numerics::sum_next(numerics::sum_next(numerics::sum_next(l, x.y), x.z), x.w);
   }
-  const float sum = numerics::quad_sum(l);
-  if (lane % 4 == 0) {
-    shared.sSum[row] = sum;
-    if (p.lse && writes_lse && row < group)
-      p.lse[seq.batch * p.lse_stride[0] + (head_q + row) * p.lse_stride[1]] = numerics::log_sum_exp(m, sum);
-  }
-  step_barrier<Traits::THREADS>();
+  return l;
 }
 
 template <int SLICE, int ROW_HALVES>
@@ -247,7 +222,8 @@ __global__ void __launch_bounds__(DecodeTraits<SLICE, ROW_HALVES>::THREADS, 1) d
   const int slice = blockIdx.x % SLICES;
   const Sequence seq = sequence_of(p, kv / p.heads_kv);
   const int64_t tiles = (seq.keys + BLOCK_N - 1) / BLOCK_N;
-  if (warp >= NUM_WARPS) return sum_rows(p, shared, seq, tiles, head_q, group, warp - NUM_WARPS, slice == 0);
+  const bool sums = warp >= NUM_WARPS;
+  const int half = sums ? warp - NUM_WARPS : 0, sum_row = 8 * half + lane / 4;  // a sum warp's
 
   const bf16* gQ = static_cast<const bf16*>(p.q) + offset(p.q_stride, seq, head_q);
   const bf16* gK = static_cast<const bf16*>(p.k) + offset(p.k_stride, seq, head_kv);
@@ -269,7 +245,8 @@ __global__ void __launch_bounds__(DecodeTraits<SLICE, ROW_HALVES>::THREADS, 1) d
     commit_copies();
   };
 #pragma unroll
-  for (int i = 0; i < STAGES; ++i) load(i, i, i - 1, i - 1);
+  for (int i = 0; i < STAGES; ++i)
+    if (!sums) load(i, i, i - 1, i - 1);
 
   uint32_t q[QUERY_SLICES][4];
   load_query(q, head[0] < group ? gQ + head[0] * p.q_stride[1] : nullptr,
@@ -280,6 +257,7 @@ __global__ void __launch_bounds__(DecodeTraits<SLICE, ROW_HALVES>::THREADS, 1) d
   float m[ROW_HALVES];
 #pragma unroll
   for (int r = 0; r < ROW_HALVES; ++r) m[r] = MINUS_INFINITY;
+  float l = 0.f;  // a sum warp's rows
   const bool owns_values = warp < Traits::VALUE_WARPS;
 
   // Scores of one tile and P V of the tile before it, slice by slice: independent chains of MMAs. Branches sit outside,
@@ -338,19 +316,7 @@ __global__ void __launch_bounds__(DecodeTraits<SLICE, ROW_HALVES>::THREADS, 1) d
       if (lane % 4 == 0) shared.sMax[warp][head[r]] = warp_top;
     }
   };
-  constexpr std::true_type with{};
-  constexpr std::false_type without{};
-
-  if (tiles > 0) {
-    wait_copies<STAGES - 1>();
-    step_barrier<Traits::THREADS>();
-    advance(with, without, shared_address(shared.sK[0]), 0);
-    publish_maximum(0);
-  }
-  int stage = 0;
-  for (int64_t step = 0; step < tiles; ++step) {
-    step_barrier<Traits::THREADS>();  // the tile's maxima are there; K of this step, V and p of the last one have been read
-    float alpha[ROW_HALVES];
+  auto publish_probabilities = [&](float (&alpha)[ROW_HALVES]) {
     uint32_t packed[4] = {};
 #pragma unroll
     for (int r = 0; r < ROW_HALVES; ++r) {
@@ -366,29 +332,59 @@ __global__ void __launch_bounds__(DecodeTraits<SLICE, ROW_HALVES>::THREADS, 1) d
       *reinterpret_cast<float4*>(&shared.sChain[r][lane][4 * warp]) = chain;
     }
     shared.sP[warp][lane] = make_uint4(packed[0], packed[1], packed[2], packed[3]);
-    load(step + STAGES, stage, step + STAGES - 1, stage == 0 ? STAGES - 1 : stage - 1);
+  };
+  constexpr std::true_type with{};
+  constexpr std::false_type without{};
+
+  if (tiles > 0) {
     wait_copies<STAGES - 1>();
-    step_barrier<Traits::THREADS>();  // P of this tile, its V, and the next tile's K are there
+    __syncthreads();
+    if (!sums) {
+      advance(with, without, shared_address(shared.sK[0]), 0);
+      publish_maximum(0);
+    }
+  }
+  int stage = 0;
+  for (int64_t step = 0; step < tiles; ++step) {
+    __syncthreads();  // the tile's maxima are there; K of this step, V and p of the last one have been read
+    float alpha[ROW_HALVES];
+    if (sums) {
+      float h;
+      alpha[0] = advance_row(shared, sum_row, m[0], h);
+    } else {
+      publish_probabilities(alpha);
+      load(step + STAGES, stage, step + STAGES - 1, stage == 0 ? STAGES - 1 : stage - 1);
+    }
+    wait_copies<STAGES - 1>();
+    __syncthreads();  // P of this tile, its V, and the next tile's K are there
 
     const int next_stage = stage + 1 == STAGES ? 0 : stage + 1;
     const uint32_t sK = shared_address(shared.sK[next_stage]), sV = shared_address(shared.sV[stage]);
+    const bool more = step + 1 < tiles;
+    if (sums) {
+      l = sum_chain(shared.sChain[half][lane], l, alpha[0]);
+    } else {
 #pragma unroll
-    for (int b = 0; b < WARP_BLOCKS; ++b)
+      for (int b = 0; b < WARP_BLOCKS; ++b)
 #pragma unroll
-      for (int e = 0; e < 2 * ROW_HALVES; ++e) o[b][e] = numerics::multiply(o[b][e], alpha[e / 2]);
-    if (step + 1 < tiles) {
-      if (owns_values)
-        advance(with, with, sK, sV);
-      else
-        advance(with, without, sK, sV);
-      publish_maximum(step + 1);
-    } else if (owns_values) {
-      advance(without, with, sK, sV);
+        for (int e = 0; e < 2 * ROW_HALVES; ++e) o[b][e] = numerics::multiply(o[b][e], alpha[e / 2]);
+      if (more && owns_values) advance(with, with, sK, sV);
+      if (more && !owns_values) advance(with, without, sK, sV);
+      if (!more && owns_values) advance(without, with, sK, sV);
+      if (more) publish_maximum(step + 1);
     }
     stage = next_stage;
   }
 
-  step_barrier<Traits::THREADS>();  // the row sums are there
+  if (sums) {
+    const float sum = numerics::quad_sum(l);
+    if (lane % 4 == 0) {
+      shared.sSum[sum_row] = sum;
+      if (p.lse && slice == 0 && sum_row < group)
+        p.lse[seq.batch * p.lse_stride[0] + (head_q + sum_row) * p.lse_stride[1]] = numerics::log_sum_exp(m[0], sum);
+    }
+  }
+  __syncthreads();  // the row sums are there
   if (!owns_values) return;
   bf16* gO = static_cast<bf16*>(p.o) + offset(p.o_stride, seq, head_q) + slice * SLICE + warp * WARP_DIMS + 2 * (lane % 4);
 #pragma unroll
@@ -404,7 +400,7 @@ __global__ void __launch_bounds__(DecodeTraits<SLICE, ROW_HALVES>::THREADS, 1) d
 
 // --------------------------------------------------------------------------------------------- tile policy and launch
 // CTAs that share the output dims of one KV head in decode. More of them fill the device, but each reads all of K again:
-// on an H200 at batch 1 four gain 11 % over one, eight only 4 % more.
+// on an H200 at batch 1 two and four take 0.85 to 0.9 of the time of one.
 int decode_slices(int64_t kv_heads, int num_sms) {
   int slices = 1;
   while (slices < 4 && kv_heads * slices * 2 <= num_sms) slices *= 2;
