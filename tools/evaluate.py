@@ -66,6 +66,11 @@ def _summary(report: dict[str, Any], output: Path) -> dict[str, Any]:
     }
 
 
+def _interrupt(number: int, frame: Any) -> None:
+    """A polite end leaves a report, as Ctrl-C does."""
+    raise KeyboardInterrupt
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Parse, evaluate, print."""
     args = _parse(arguments)
@@ -79,7 +84,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     from tools.evaluator import judge, table
 
-    signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))  # a polite end leaves a report too
+    signal.signal(signal.SIGTERM, _interrupt)
     options = judge.Options(
         gpu=args.gpu,
         output=args.output,

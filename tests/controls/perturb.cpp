@@ -121,7 +121,7 @@ int run(Entry entry, const UnifiedAttnParams* given) {
   if (fault == error_code) return -7;
   if (fault == rubbish)
     for (int fd = 3; fd < 64; fd++) (void)!write(fd, "{\"ok\": true\n", 12);
-  if (fault == slow) usleep(1000000);
+  if (fault == slow) usleep(30000);
   puts("a candidate may print what it likes");
 
   if (fault == swapped_heads && entry == DECODE && a.heads_kv == 2) {

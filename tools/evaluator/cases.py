@@ -113,7 +113,8 @@ class Context:
         self.library_layout, self.references = library_layout, references or {}
         self.seed, self.grid, self.tile, self.cells, self.cell_heads, self.limits = seed, grid, tile, cells, heads, limits
         self.device = arena.device
-        self.tally = Tally("", ())
+        self.tally = Tally("", ())  # of the check that runs
+        self.tallies: list[Tally] = []  # of all checks so far
         self.witnessed = Tally("witness", ("any entry point off the contract, in every case of every check",))
         self.untouched = Tally("untouched", ("inputs written", "bytes around an output written", "outputs left unwritten"))
         self.label = ""
@@ -137,14 +138,17 @@ class Context:
     def perform(self, item: Check) -> Tally:
         """Run one check."""
         self.tally = Tally(item.name, item.faults)
+        self.tallies.append(self.tally)
         start = time.monotonic()
         if "cuda" in item.needs and self.device != "cuda":
             self.tally.skipped = "needs a CUDA device"
         elif "library" in item.needs and self.library is None:
             self.tally.skipped = "no library with this contract here"
         else:
-            item.run(self)
-        self.tally.seconds = time.monotonic() - start
+            try:
+                item.run(self)
+            finally:
+                self.tally.seconds = time.monotonic() - start
         return self.tally
 
     # ------------------------------------------------------------ tensors

@@ -20,7 +20,7 @@ from tools.core.errors import BuildError, UserError
 from tools.core.files import sha256_json
 from tools.evaluator import checks, checks_memory, checks_values, environment, objective, providers, report
 from tools.evaluator.arena import Arena
-from tools.evaluator.cases import CHECKS, Context, Tally
+from tools.evaluator.cases import CHECKS, Context
 from tools.evaluator.grids import cells, grid
 from tools.evaluator.runner import START_TIMEOUT_S, Runner, WorkerFailure
 from tools.evaluator.timing import EFFORTS, Mismatch, Racer, Refused, Timer
@@ -326,21 +326,17 @@ class Judge:
             references=self._references(),
             progress=self._progress,
         )
-        tallies: list[Tally] = []
-        common = [context.witnessed, context.untouched]
         try:
             for name, item in CHECKS.items():
                 if not self.options.only or name in self.options.only:
-                    tallies.append(context.tally)
-                    tallies[-1] = context.perform(item)
+                    context.perform(item)
         except WorkerFailure as problem:
-            tallies[-1] = context.tally
             context.tally.fail(context.label, str(problem))
             raise WorkerFailure(
                 problem.status, problem.worker, f"{context.tally.name}, {context.label}: {problem.message}"
             ) from None
         finally:
-            every = tallies + common
+            every = [*context.tallies, context.witnessed, context.untouched]
             self.record["correctness"] = {
                 "words": sum(t.words for t in every),
                 "differing": sum(t.differing for t in every),
