@@ -1,0 +1,82 @@
+"""The documents state what is there: links resolve, tables are their evidence, the example runs."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from tools.core.errors import UserError
+from tools.load_kernel import load_kernel
+from tools.tables import DOCUMENTS, main, rendered
+
+REPORT = {
+    "status": "PASSED",
+    "timing": {
+        "cells": [
+            {
+                "kind": "decode", "phase": "decode", "batch": 1, "keys": 128,
+                "modes": {"cold": {"same_as": None, "kernels": {"candidate": {"samples_us": [2.0, 4.0, 3.0]}},
+                                   "baselines": {"fast": {"samples_us": [6.0]}, "slow": {"samples_us": [9.0]}}}},
+            }
+        ]
+    },
+}  # fmt: skip
+
+
+def test_tables_are_their_evidence() -> None:
+    assert main(["--check"]) == 0
+
+
+def test_a_table_is_taken_from_raw_samples(tmp_path: Path) -> None:
+    (tmp_path / "r.json").write_text(json.dumps(REPORT))
+    text = "<!-- table: grid r.json -->\nold\n<!-- end of table -->\n"
+    assert "3.0 µs (2.00x)" in rendered(text, "x.md", tmp_path)
+    REPORT["timing"]["cells"][0]["modes"]["cold"]["kernels"]["candidate"]["samples_us"][2] = 4.0  # type: ignore[index]
+    (tmp_path / "r.json").write_text(json.dumps(REPORT))
+    assert "4.0 µs (1.50x)" in rendered(text, "x.md", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "path", "word"),
+    [("grid", "missing.json", "missing.json"), ("pie", "r.json", "pie"), ("grid", "r.json", "REFUSED")],
+)
+def test_a_table_without_evidence_is_refused(tmp_path: Path, kind: str, path: str, word: str) -> None:
+    (tmp_path / "r.json").write_text(json.dumps({**REPORT, "status": "REFUSED"}))
+    with pytest.raises(UserError, match=word):
+        rendered(f"<!-- table: {kind} {path} -->\n<!-- end of table -->\n", "x.md", tmp_path)
+
+
+@pytest.mark.parametrize("name", [*DOCUMENTS, "AGENTS.md"])
+def test_links_and_paths_exist(repo: Path, name: str) -> None:
+    text = (repo / name).read_text()
+    folder = (repo / name).parent
+    links = [link for link in re.findall(r"\]\(([^)#:\s]+)\)", text) if not (folder / link).exists()]
+    paths = re.findall(r"`((?:tools|tests|experimental|\.ci)/[\w./*<>-]*)`", text)
+    missing = [path for path in paths if not any(c in path for c in "<*") and not (repo / path).exists()]
+    assert not links + missing
+
+
+def test_commands_of_the_readme_exist(repo: Path) -> None:
+    text = (repo / "README.md").read_text()
+    commands = re.findall(r"python (tools/\w+\.py)((?: --[\w-]+)*)", text)
+    assert commands
+    for script, options in commands:
+        source = (repo / script).read_text()
+        for option in options.split():
+            assert f'"{option}"' in source, f"{script} has no {option}"
+
+
+def test_the_example_of_the_readme_runs(repo: Path) -> None:
+    """Every call of the README's Python block, on the CPU target."""
+    block = re.search(r"```python\n(.*?)```", (repo / "README.md").read_text(), re.S)
+    assert block is not None
+    code = block[1].replace('load_kernel("h200")', 'load_kernel("cpu")').replace('device="cuda"', 'device="cpu"')
+    names: dict[str, object] = {}
+    torch.manual_seed(17)
+    exec(compile(code, "README.md", "exec"), names)  # the block is complete: it makes its own tensors
+    assert isinstance(names["o"], torch.Tensor)
+    assert type(names["kernel"]) is type(load_kernel("cpu"))

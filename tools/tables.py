@@ -1,0 +1,129 @@
+"""Write the tables of the documentation from recorded evidence.
+
+    python tools/tables.py            # rewrite every table in README.md and experimental/README.md
+    python tools/tables.py --check    # say which table differs from its evidence; exit 1
+
+A table stands between `<!-- table: KIND PATH -->` and `<!-- end of table -->`, PATH being a report of evaluate.py under
+the repository's root. KIND: `grid` (each cell's time and its ratio to the fastest library), `checks` (what was compared,
+in words) or `summary` (one line of geometric means). Medians are taken from the raw samples again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tools.core.errors import UserError, run_command
+from tools.core.files import REPO_ROOT, show_path
+from tools.evaluator.statistics import geometric_mean, median
+
+DOCUMENTS = ("README.md", "experimental/README.md")
+TABLE = re.compile(r"(<!-- table: (\w+) (\S+) -->\n)(.*?)(<!-- end of table -->)", re.S)
+KINDS = {"prefill": "Prefill", "update": "Policy update (prompt + 128 tokens)", "decode": "Decode"}
+
+
+def _cells(report: dict[str, Any], mode: str) -> list[tuple[dict[str, Any], float, dict[str, float]]]:
+    """(cell, our median, each library's median), microseconds a call; cells that were timed in `mode`."""
+    found = []
+    for cell in report["timing"]["cells"]:
+        timed = cell["modes"][mode]
+        if timed["same_as"] is None:
+            libraries = {name: median(entry["samples_us"]) for name, entry in timed["baselines"].items()}
+            found.append((cell, median(timed["kernels"]["candidate"]["samples_us"]), libraries))
+    return found
+
+
+def _time(us: float) -> str:
+    return f"{us:,.0f} µs" if us >= 100 else f"{us:.1f} µs"
+
+
+def grid(report: dict[str, Any]) -> list[str]:
+    """One matrix a kind of cell: batch sizes down, lengths across."""
+    lines: list[str] = []
+    for kind, title in KINDS.items():
+        cells = [entry for entry in _cells(report, "cold") if entry[0]["kind"] == kind]
+        lengths = sorted({cell["keys"] for cell, _, _ in cells})
+        lines += [f"| {title} | " + " | ".join(f"{n:,}" for n in lengths) + " |", "| --- |" + " ---: |" * len(lengths)]
+        for batch in sorted({cell["batch"] for cell, _, _ in cells}):
+            row = {cell["keys"]: (ours, libraries) for cell, ours, libraries in cells if cell["batch"] == batch}
+            texts = []
+            for length in lengths:
+                ours, libraries = row[length]
+                texts.append(f"{_time(ours)} ({min(libraries.values()) / ours:.2f}x)" if libraries else _time(ours))
+            lines.append(f"| batch {batch} | " + " | ".join(texts) + " |")
+        lines.append("")
+    return lines[:-1]
+
+
+def summary(report: dict[str, Any]) -> list[str]:
+    """Geometric means of library time / our time, cold."""
+    lines = ["| | fastest library | each library |", "| --- | ---: | --- |"]
+    for phase, title in (("full", "full sequences"), ("decode", "decode")):
+        cells = [entry for entry in _cells(report, "cold") if entry[0]["phase"] == phase]
+        best = geometric_mean([min(libraries.values()) / ours for _, ours, libraries in cells if libraries])
+        names = sorted({name for _, _, libraries in cells for name in libraries})
+        each = (
+            f"{name} {geometric_mean([libraries[name] / ours for _, ours, libraries in cells if name in libraries]):.2f}x"
+            for name in names
+        )
+        lines.append(f"| {title}, {len(cells)} cells | {best:.2f}x | {', '.join(each)} |")
+    return lines
+
+
+def checks(report: dict[str, Any]) -> list[str]:
+    """What was compared."""
+    lines = ["| check | cases | words compared | words that differ |", "| --- | ---: | ---: | ---: |"]
+    for entry in report["correctness"]["checks"]:
+        lines.append(f"| {entry['name']} | {entry['cases']:,} | {entry['words']:,} | {entry['differing']:,} |")
+    return lines
+
+
+RENDER: dict[str, Callable[[dict[str, Any]], list[str]]] = {"grid": grid, "summary": summary, "checks": checks}
+
+
+def rendered(text: str, where: str, root: Path = REPO_ROOT) -> str:
+    """A document's text with all its tables written anew. Raises UserError for a kind or report that is not there."""
+
+    def table(match: re.Match[str]) -> str:
+        kind, path = match[2], match[3]
+        if kind not in RENDER:
+            raise UserError(f"{where}: table kind {kind!r} is none of {', '.join(RENDER)}")
+        try:
+            report = json.loads((root / path).read_text())
+        except (OSError, ValueError) as problem:
+            raise UserError(f"{where}: table from {path}: {problem}") from None
+        if report.get("status") != "PASSED":
+            raise UserError(f"{where}: {path} has status {report.get('status')!r}; only a passed report makes a table")
+        return match[1] + "\n".join(RENDER[kind](report)) + "\n" + match[4]
+
+    return TABLE.sub(table, text)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 where a table differs")
+    options = parser.parse_args(arguments)
+    stale = 0
+    for path in (REPO_ROOT / name for name in DOCUMENTS):
+        if not path.exists():
+            continue
+        text = path.read_text()
+        fresh = rendered(text, show_path(path))
+        if fresh != text:
+            stale += 1
+            print(f"{show_path(path)}: {'differs from its evidence' if options.check else 'tables written'}")
+            if not options.check:
+                path.write_text(fresh)
+    return int(options.check and stale > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main))
