@@ -11,6 +11,7 @@ rotation. `samples_per_pass` of them run every captured call once.
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import json
 import os
@@ -21,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 Thunk = Callable[[Any], Any]
+WARM_THUNKS = 4  # more calls than this in one graph are all alike
 
 
 @dataclass
@@ -81,6 +83,7 @@ class CudaDevice:
 
         self._torch = torch
         torch.zeros(1, device="cuda")
+        gc.freeze()  # every capture collects garbage: leave what importing torch made out of it
         self._side: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._other: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._noise: Any = None
@@ -109,7 +112,8 @@ class CudaDevice:
     def capture(self, thunks: list[Thunk]) -> Graph:
         torch = self._torch
         with self.stream("side") as stream:
-            thunks[0](stream)  # loads modules and builds handles before the capture
+            for thunk in thunks[:WARM_THUNKS]:  # loads modules and builds handles before the capture
+                thunk(stream)
         torch.cuda.synchronize()
         graph = Graph(thunks, handle=torch.cuda.CUDAGraph())
         with torch.cuda.graph(graph.handle, stream=self._side):

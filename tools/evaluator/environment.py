@@ -32,9 +32,6 @@ QUERY = (
     "temperature.gpu",
     "power.limit",
     "power.draw",
-    "clocks_throttle_reasons.active",
-    "mig.mode.current",
-    "vbios_version",
 )
 
 

@@ -18,7 +18,7 @@ from typing import Any
 from tools.core.config import Target, load_target
 from tools.core.errors import BuildError, UserError
 from tools.core.files import sha256_json
-from tools.evaluator import checks, checks_memory, checks_values, environment, objective, providers, report
+from tools.evaluator import checks, checks_memory, checks_values, dispatch, environment, objective, providers, report
 from tools.evaluator.arena import Arena
 from tools.evaluator.cases import CHECKS, Context
 from tools.evaluator.grids import cells, grid
@@ -28,7 +28,8 @@ from tools.loader.build import Built, build
 from tools.loader.device import check_machine, resolve_device
 
 _REGISTERED = (checks, checks_memory, checks_values)  # importing them registers the checks
-CHUNK_BYTES = {"cpu": 1 << 30, "cuda": 32 << 30}
+CHUNK_BYTES = 1 << 30  # of CPU memory, which is taken only when touched
+CUDA_CHUNK_BYTES, CUDA_CHUNK_SHARE = 32 << 30, 0.35  # of device memory: one chunk that fits every cell, a part of what is free
 COMPILING = "flashinfer"  # its worker compiles while the correctness checks run
 
 
@@ -153,19 +154,29 @@ class Judge:
         self.runners: dict[str, Runner] = {}
         self.layouts: dict[str, str] = {}
         self.arena: Any = None
+        self._stage_name = ""
 
     # ------------------------------------------------------------ plumbing
 
     @contextmanager
     def _stage(self, name: str) -> Iterator[None]:
         self._show(name, "")
-        self._stage_name = name
+        before, self._stage_name = self._stage_name, name
         start = time.monotonic()
         try:
             yield
         finally:
+            self._stage_name = before
             stages = self.record["run"]["stages"]
             stages[name] = round(stages.get(name, 0.0) + time.monotonic() - start, 3)
+
+    def _chunk_bytes(self) -> int:
+        if self.device == "cpu":
+            return CHUNK_BYTES
+        import torch
+
+        free, _ = torch.cuda.mem_get_info()
+        return min(CUDA_CHUNK_BYTES, int(CUDA_CHUNK_SHARE * free)) >> 21 << 21
 
     def _progress(self, text: str) -> None:
         self._show(self._stage_name, text)
@@ -195,7 +206,7 @@ class Judge:
                 self.record["notes"].append(note)
             self.record["environment"] = environment.record(self.device)
             self.record["hashes"]["environment"] = sha256_json(report._finite(self.record["environment"]))
-            self.arena = Arena(self.device, CHUNK_BYTES[self.device])
+            self.arena = Arena(self.device, self._chunk_bytes())
         with self._stage("baselines start"):
             names = self._baseline_names()
             for name in names:
@@ -373,11 +384,6 @@ class Judge:
             EFFORTS[self.device, self.options.cases],
             self._progress,
         )
-        timer.observed = {
-            [cell for cell in self.cells if cell.kind == kind][at].name
-            for kind in {c.kind for c in self.cells}
-            for at in (0, -1)
-        }
         racers = self._racers(roles)
         try:
             found = [timer.cell(cell, racers) for cell in self.cells]
@@ -387,7 +393,8 @@ class Judge:
             raise Stop("BIT_MISMATCH", str(problem)) from None
         report.add_ratios(found)
         if self.record["dispatch"] is None:
-            self.record["dispatch"] = timer.dispatch
+            with self._stage("dispatch"):
+                self.record["dispatch"] = dispatch.observe(timer, self.arena, self.cells, racers, found, self._progress)
         return found
 
     def _verdict(self, first: list[dict[str, Any]]) -> None:

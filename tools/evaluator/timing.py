@@ -26,6 +26,7 @@ from tools.evaluator.runner import Call, Runner, WorkerFailure
 from tools.evaluator.statistics import median, median_interval
 
 MODES = ("cold", "hot")
+MOST_CALLS = 256  # of one graph, where cold does not need more
 CLOCK_RATIO, CLOCK_MIN_MS = 0.5, 50.0  # the worker's time must be this part of the judge's, once that is this long
 
 
@@ -53,8 +54,8 @@ class Effort:
 
 
 EFFORTS = {
-    ("cuda", "full"): Effort(5, 3, 80.0, 10.0, 5, 300.0, 4 << 30),
-    ("cuda", "quick"): Effort(5, 3, 30.0, 5.0, 3, 300.0, 2 << 30),
+    ("cuda", "full"): Effort(5, 3, 80.0, 10.0, 5, 150.0, 4 << 30),
+    ("cuda", "quick"): Effort(5, 3, 30.0, 5.0, 3, 150.0, 2 << 30),
     ("cpu", "full"): Effort(5, 3, 150.0, 10.0, 2, 0.0, 0),
     ("cpu", "quick"): Effort(5, 3, 60.0, 5.0, 2, 0.0, 0),
 }
@@ -111,10 +112,9 @@ class Timer:
         progress: Callable[[str], None] | None = None,
     ) -> None:
         self._arena, self._target, self._limits = arena, target, limits
+        self.device = arena.device
         self._heads, self._tile, self._seed, self._effort = heads, tile, seed, effort
         self._progress = progress or (lambda text: None)
-        self.dispatch: dict[str, dict[str, Any]] = {}  # cell -> racer -> kernels that were seen to run
-        self.observed: set[str] = set()  # cells whose baselines are observed too; the candidate is in all
 
     # ------------------------------------------------------------ inputs
 
@@ -122,12 +122,12 @@ class Timer:
         """How many calls one pass has."""
         each = cell.input_bytes(*self._heads)
         cold = 2 * int(self._target["l2_bytes"]) // each + 1
-        long = math.ceil(self._effort.burst_us / floor_us(cell, self._heads, self._target, "cold"))
+        long = min(MOST_CALLS, math.ceil(self._effort.burst_us / floor_us(cell, self._heads, self._target, "cold")))
         if mode == "hot":
-            return max(1, min(long, 256))
+            return max(1, long)
         return max(cold, min(long, self._effort.input_bytes // each))
 
-    def _sets(self, cell: Cell, count: int, draw: Draw, layouts: set[str]) -> dict[str, list[tuple[Any, Any, Any]]]:
+    def sets(self, cell: Cell, count: int, draw: Draw, layouts: set[str]) -> dict[str, list[tuple[Any, Any, Any]]]:
         """`count` sets of inputs in every storage order that a racer wants, with equal values."""
         heads_q, heads_kv = self._heads
         found: dict[str, list[tuple[Any, Any, Any]]] = {layout: [] for layout in layouts}
@@ -144,7 +144,7 @@ class Timer:
                 found[layout].append((q, k, v))
         return found
 
-    def _calls(self, cell: Cell, sets: list[tuple[Any, Any, Any]], count: int) -> list[Call]:
+    def calls(self, cell: Cell, sets: list[tuple[Any, Any, Any]], count: int) -> list[Call]:
         calls = []
         for number in range(count):
             q, k, v = sets[number % len(sets)]
@@ -179,7 +179,7 @@ class Timer:
     def _mode(self, cell: Cell, mode: str, racers: list[Racer]) -> dict[str, Any]:
         count = self.calls_of(cell, mode)
         draw = Draw(self._seed, f"timing:{cell.name}:{mode}", self._arena.device)
-        sets = self._sets(cell, count if mode == "cold" else 1, draw, {racer.layout for racer in racers})
+        sets = self.sets(cell, count if mode == "cold" else 1, draw, {racer.layout for racer in racers})
         expected = self._expected(cell, sets["bhsd"], next(racer for racer in racers if racer.name == "candidate"))
         entries: list[_Entry] = []
         lost: dict[str, str] = {}
@@ -213,14 +213,14 @@ class Timer:
 
     def _expected(self, cell: Cell, sets: list[tuple[Any, Any, Any]], candidate: Racer) -> list[Any]:
         """What eager calls of the (verified) candidate give for every set."""
-        calls = self._calls(cell, sets, len(sets))
+        calls = self.calls(cell, sets, len(sets))
         candidate.runner.run(calls)
         return [call.o for call in calls]
 
     def _enter(self, cell: Cell, racer: Racer, sets: list[tuple[Any, Any, Any]], count: int) -> _Entry:
         """Capture a racer; a provider's routes are screened first and the fastest kept."""
         if racer.fixed:
-            calls = self._calls(cell, sets, count)
+            calls = self.calls(cell, sets, count)
             graph = racer.runner.capture(calls)
             return _Entry(racer, None, calls, graph, racer.runner.calls_per_sample(graph, count))
         calls = [Call(cell.entry, *sets[number % len(sets)], sets[0][0]) for number in range(count)]  # o is named by `collect`
@@ -279,7 +279,7 @@ class Timer:
             figure = self._accuracy(cell, entry.calls, draw)
         else:
             with self._arena.scope():
-                calls = self._calls(cell, [(c.q, c.k, c.v) for c in entry.calls], count)
+                calls = self.calls(cell, [(c.q, c.k, c.v) for c in entry.calls], count)
                 runner.poison_outputs(entry.graph)
                 runner.replay_all(entry.graph)
                 runner.collect(entry.graph, calls)
@@ -302,8 +302,6 @@ class Timer:
             "accuracy": {"rms": figure.rms, "worst": figure.worst, "rows": figure.rows},
             "screened_us": entry.screened,
         }
-        if mode == "cold" and (entry.racer.name == "candidate" or cell.name in self.observed):
-            self._observe(cell, entry)
         runner.drop(entry.graph)
         self._refuse_impossible(cell, mode, entry)
 
@@ -330,17 +328,6 @@ class Timer:
             expected, _ = oracle.reference(call.q[batch], call.k[batch], call.v[batch], rows, cell.keys - cell.rows)
             parts.append(oracle.errors(call.o[batch][:, rows], expected))
         return oracle.summarise(parts)
-
-    def _observe(self, cell: Cell, entry: _Entry) -> None:
-        """Record which kernels ran."""
-        try:
-            found = entry.racer.runner.profile(entry.graph)
-            seen = {"kernels": found.get("kernels", []), "note": found.get("note", "")}
-        except WorkerFailure as problem:
-            if not entry.racer.runner.alive():
-                raise
-            seen = {"kernels": [], "note": f"unavailable: {problem.message}"}
-        self.dispatch.setdefault(cell.name, {})[entry.racer.name] = seen
 
     def _refuse_impossible(self, cell: Cell, mode: str, entry: _Entry) -> None:
         floor = floor_us(cell, self._heads, self._target, mode)

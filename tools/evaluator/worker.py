@@ -168,10 +168,12 @@ class Worker:
         return {"ms": self._device.replay(self._graphs[graph], count)}
 
     def do_poison(self, graph: int) -> dict[str, Any]:
-        """Fill a provider's captured outputs with NaN."""
+        """Fill a provider's captured outputs with a NaN that no finite input leads to."""
+        from tools.evaluator.compare import poison_
+
         for output in self._graphs[graph].outputs:
             if output is not None:
-                output[0].fill_(float("nan"))
+                poison_(output[0])
         self._device.synchronize()
         return {}
 

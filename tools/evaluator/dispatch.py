@@ -1,0 +1,64 @@
+"""Which kernels really ran: names, launches, grids, registers and shares of GPU time, one call of each cell.
+
+Observed after all timing, since a profiler changes what it watches. Nothing here decides: what cannot be read is said.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from tools.evaluator.arena import Arena
+from tools.evaluator.grids import Cell
+from tools.evaluator.inputs import Draw
+from tools.evaluator.runner import WorkerFailure
+from tools.evaluator.timing import Racer, Timer
+
+BUDGET_S = 25.0
+
+
+def observe(
+    timer: Timer,
+    arena: Arena,
+    cells: list[Cell],
+    racers: list[Racer],
+    measured: list[dict[str, Any]],
+    progress: Callable[[str], None],
+) -> dict[str, Any]:
+    """cell -> racer -> {"route", "kernels", "note"}, the smallest and largest cells of each kind first."""
+    ends = [
+        group[at]
+        for kind in dict.fromkeys(c.kind for c in cells)
+        for group in [[c for c in cells if c.kind == kind]]
+        for at in (0, -1)
+    ]
+    records = {cell["name"]: cell["modes"]["cold"] for cell in measured}
+    found: dict[str, Any] = {}
+    start = time.monotonic()
+    for cell in dict.fromkeys([*ends, *cells]):
+        if time.monotonic() - start > BUDGET_S:
+            break
+        progress(cell.name)
+        for racer in racers:
+            record = records[cell.name]["kernels" if racer.fixed else "baselines"].get(racer.name)
+            if record is None or not racer.runner.alive() or (cell not in ends and racer.name != "candidate"):
+                continue
+            with arena.scope():
+                found.setdefault(cell.name, {})[racer.name] = {
+                    "route": record["route"],
+                    **_profile(timer, cell, racer, record["route"]),
+                }
+    return found
+
+
+def _profile(timer: Timer, cell: Cell, racer: Racer, route: str | None) -> dict[str, Any]:
+    try:
+        sets = timer.sets(cell, 1, Draw(1, f"dispatch:{cell.name}", timer.device), {racer.layout})[racer.layout]
+        graph = racer.runner.capture(timer.calls(cell, sets, 1), route=route)
+        racer.runner.replay_all(graph)
+        seen = racer.runner.profile(graph)
+        racer.runner.drop(graph)
+    except WorkerFailure as problem:
+        return {"kernels": [], "note": f"unavailable: {problem.message}"}
+    return {"kernels": seen.get("kernels", []), "note": seen.get("note", "")}
