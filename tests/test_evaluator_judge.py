@@ -195,6 +195,7 @@ def test_a_against_a_is_not_promoted_and_a_slower_one_is_not_admissible(
     target = evaluator_tools.load_target("cpu")
     target.config["workloads"]["prefill"] = {"batch": [1], "seqlen": [64]}
     target.config["workloads"]["update"] = {"batch": [1], "prompt": [64], "answer": 16}
+    target.config["target"]["l2_bytes"] = 1 << 20
     target.config["limits"]["max_slowdown"] = 3.0  # a busy machine must not decide this test
     monkeypatch.setattr(judge, "load_target", lambda *_: target)
     same = evaluate(tmp_path, root=honest, incumbent=honest)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tools.core.errors import UserError
-from tools.evaluator import objective, oracle
+from tools.evaluator import counters, objective, oracle
 from tools.evaluator.arena import Arena, Mapping
 from tools.evaluator.compare import checksum, poison_, unwritten, words_differ
 from tools.evaluator.grids import cells
@@ -267,7 +267,7 @@ def test_admission_and_promotion() -> None:
 
 def test_a_against_a_is_almost_never_promoted() -> None:
     rng, promoted = random.Random(3), 0
-    for _ in range(200):
+    for _ in range(60):
         runs = []
         for _ in range(2):
             grid = []
@@ -279,4 +279,20 @@ def test_a_against_a_is_almost_never_promoted() -> None:
                 grid.append(cell)
             runs.append(grid)
         promoted += objective.compare(runs[0], runs[1], dict.fromkeys("abcd", 1.0))["better"]
-    assert promoted <= 8
+    assert promoted <= 4
+
+
+# ---------------------------------------------------------------- counters
+
+
+def test_counters_are_parsed_and_assigned() -> None:
+    text = (
+        '==PROF== Connected\n"ID","Kernel Name","Block Size","Grid Size","Metric Name","Metric Unit","Metric Value"\n'
+        '"0","prefill","(256, 1, 1)","(8, 32, 1)","gpu__time_duration.sum","nsecond","1,234"\n'
+        '"0","prefill","(256, 1, 1)","(8, 32, 1)","lts__t_sector_hit_rate.pct","%","56.5"\n'
+        '"1","decode","(128, 1, 1)","(8, 1, 1)","gpu__time_duration.sum","nsecond","99"\n'
+    )
+    kernels = counters.parse(text)
+    assert [k["kernel"] for k in kernels] == ["prefill", "decode"]
+    assert kernels[0]["gpu__time_duration.sum [nsecond]"] == 1234.0 and kernels[0]["lts__t_sector_hit_rate.pct [%]"] == 56.5
+    assert counters.parse("==ERROR== no permission\n") == []

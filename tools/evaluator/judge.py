@@ -18,7 +18,7 @@ from typing import Any
 from tools.core.config import Target, load_target
 from tools.core.errors import BuildError, UserError
 from tools.core.files import sha256_json
-from tools.evaluator import checks, checks_memory, checks_values, dispatch, environment, objective, providers, report
+from tools.evaluator import checks, checks_memory, checks_values, counters, dispatch, environment, objective, providers, report
 from tools.evaluator.arena import Arena
 from tools.evaluator.cases import CHECKS, Context
 from tools.evaluator.grids import cells, grid
@@ -395,7 +395,19 @@ class Judge:
         if self.record["dispatch"] is None:
             with self._stage("dispatch"):
                 self.record["dispatch"] = dispatch.observe(timer, self.arena, self.cells, racers, found, self._progress)
+                self.record["counters"] = self._counters()
         return found
+
+    def _counters(self) -> dict[str, Any]:
+        if self.device != "cuda" or self.options.cases == "quick":
+            return {"note": "unavailable: read in full runs on CUDA devices only", "kernels": []}
+        seen = {
+            name: sum(kernel["launches"] for kernel in racers["candidate"]["kernels"])
+            for name, racers in self.record["dispatch"].items()
+            if "candidate" in racers
+        }
+        self._progress("hardware counters")
+        return counters.read(self.builds["candidate"].library, counters.chosen(self.cells), self.heads, seen)
 
     def _verdict(self, first: list[dict[str, Any]]) -> None:
         self.record["timing"] = {

@@ -71,6 +71,7 @@ def new(target: Any, run: dict[str, Any]) -> dict[str, Any]:
         "objective": None,
         "promotion": None,
         "dispatch": None,
+        "counters": None,
         "logs": {},
     }
 
