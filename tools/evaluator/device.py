@@ -70,7 +70,7 @@ class CpuDevice:
         graph.outputs.clear()
 
     def profile(self, graph: Graph) -> dict[str, Any]:
-        return {"kernels": [], "note": "kernels are observed on CUDA devices only"}
+        raise NotImplementedError("kernels are observed on CUDA devices only")
 
 
 class CudaDevice:

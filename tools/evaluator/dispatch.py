@@ -26,7 +26,9 @@ def observe(
     measured: list[dict[str, Any]],
     progress: Callable[[str], None],
 ) -> dict[str, Any]:
-    """cell -> racer -> {"route", "kernels", "note"}, the smallest and largest cells of each kind first."""
+    """cell -> racer -> {"route", "kernels", "note"}, the smallest and largest cells of each kind first; {} on the CPU."""
+    if arena.device == "cpu":
+        return {}
     ends = [
         group[at]
         for kind in dict.fromkeys(c.kind for c in cells)

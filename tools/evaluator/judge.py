@@ -189,8 +189,9 @@ class Judge:
         return runner
 
     def close(self) -> None:
+        """End all workers at once: none holds anything that is needed."""
         for name, runner in self.runners.items():
-            runner.close()
+            runner.kill()
             if runner.log().strip():
                 self.record["logs"][name] = runner.log()[-4000:]
         self.runners.clear()
@@ -226,6 +227,8 @@ class Judge:
             raise Stop("INCOMPLETE", f"{what}; those that ran passed")
         with self._stage("timing"):
             first = self._measure(["candidate", "root", "incumbent"])
+        if self.device == "cuda":
+            self.record["environment"]["gpu_state_after"] = environment.gpu_state()
         self._verdict(first)
 
     def _build(self) -> None:

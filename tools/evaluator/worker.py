@@ -80,8 +80,11 @@ class ProviderHost:
     """Calls one baseline. Its outputs live in its own memory; `collect` copies them into the arena."""
 
     def __init__(self, name: str, mapping: Mapping) -> None:
+        import torch
+
         from tools.evaluator import providers
 
+        torch.set_grad_enabled(False)
         self._provider = providers.make(name)
         self._mapping = mapping
 
