@@ -55,7 +55,7 @@ def test_links_and_paths_exist(repo: Path, name: str) -> None:
     text = (repo / name).read_text()
     folder = (repo / name).parent
     links = [link for link in re.findall(r"\]\(([^)#:\s]+)\)", text) if not (folder / link).exists()]
-    paths = re.findall(r"`((?:tools|tests|experimental|\.ci)/[\w./*<>-]*)`", text)
+    paths = re.findall(r"`((?:tools|tests|experimental|\.ci)/[\w./*<>-]+)`", text)
     missing = [path for path in paths if not any(c in path for c in "<*") and not (repo / path).exists()]
     assert not links + missing
 

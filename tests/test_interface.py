@@ -323,3 +323,28 @@ def test_tensors_on_another_gpu(gpu: str) -> None:
     pinned = load_kernel(gpu, device="cuda:1", allow_compat=True)
     with pytest.raises(UserError, match="q is on cuda:0, this kernel runs on cuda:1"):
         pinned.unified_prefill(*(tensor.to("cuda:0") for tensor in (q, k, v)), 8, 2)
+
+
+def test_a_repeated_call_is_still_checked(kernel: interface.Kernel) -> None:
+    """The form of a good call is remembered; what its checks cannot see in the form is checked every time."""
+    q, k, v = rand(1, 4, 1, 128), rand(1, 2, 9, 128, seed=1), rand(1, 2, 9, 128, seed=2)
+    out = torch.empty_like(q)
+    first = kernel.unified_decode(q, k, v, 4, 2)
+    kernel.unified_decode(q, k, v, 4, 2, out=out)
+    assert len(kernel._known) >= 2
+    other = rand(1, 4, 1, 128, seed=3)
+    assert same(kernel.unified_decode(q, k, v, 4, 2), first) and not same(kernel.unified_decode(other, k, v, 4, 2), first)
+    odd = torch.zeros(k.numel() + 1, dtype=BF16)[1:].view_as(k)
+    q_odd = torch.zeros(q.numel() + 1, dtype=BF16)[1:].view_as(q)
+    bad: list[tuple[str, Callable[[], object]]] = [
+        ("k starts at address", lambda: kernel.unified_decode(q, odd, v, 4, 2)),
+        ("out starts at address", lambda: kernel.unified_decode(q, k, v, 4, 2, out=q_odd)),
+        ("out overlaps the memory of q", lambda: kernel.unified_decode(q, k, v, 4, 2, out=q)),
+        ("q requires grad", lambda: kernel.unified_decode(q.clone().requires_grad_(), k, v, 4, 2)),
+        ("H_KV is 2.0", lambda: kernel.unified_decode(q, k, v, 4, 2.0)),  # type: ignore[arg-type]
+        ("H_KV is \\[2\\]", lambda: kernel.unified_decode(q, k, v, 4, [2])),  # type: ignore[arg-type]
+        ("prefill needs", lambda: kernel.unified_prefill(q, k, v, 4, 2)),
+    ]
+    for words, call in bad:
+        with pytest.raises(UserError, match=words):
+            call()
