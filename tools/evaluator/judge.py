@@ -20,9 +20,10 @@ from tools.core.errors import BuildError, UserError
 from tools.core.files import sha256_json
 from tools.evaluator import checks, checks_memory, checks_values, counters, dispatch, environment, objective, providers, report
 from tools.evaluator.arena import Arena
+from tools.evaluator.baselines import Baselines
 from tools.evaluator.cases import CHECKS, Context
 from tools.evaluator.grids import cells, grid
-from tools.evaluator.runner import START_TIMEOUT_S, Runner, WorkerFailure
+from tools.evaluator.runner import START_TIMEOUT_S, Runner, Stop, WorkerFailure
 from tools.evaluator.timing import EFFORTS, Mismatch, Racer, Refused, Timer
 from tools.loader.build import Built, build
 from tools.loader.device import check_machine, resolve_device
@@ -30,7 +31,6 @@ from tools.loader.device import check_machine, resolve_device
 _REGISTERED = (checks, checks_memory, checks_values)  # importing them registers the checks
 CHUNK_BYTES = 1 << 30  # of CPU memory, which is taken only when touched
 CUDA_CHUNK_BYTES, CUDA_CHUNK_SHARE = 32 << 30, 0.35  # of device memory: one chunk that fits every cell, a part of what is free
-COMPILING = "flashinfer"  # its worker compiles while the correctness checks run
 
 
 @dataclass(frozen=True)
@@ -51,14 +51,6 @@ class Options:
     only: tuple[str, ...] = ()
     timing: bool = True
     command: tuple[str, ...] = ()
-
-
-class Stop(Exception):
-    """Ends a run with a status."""
-
-    def __init__(self, status: str, reason: str) -> None:
-        super().__init__(reason)
-        self.status, self.reason = status, reason
 
 
 Show = Callable[[str, str], None]
@@ -105,7 +97,8 @@ def evaluate(options: Options, show: Show) -> dict[str, Any]:
     except UserError as problem:
         record.update(status="REFUSED", reason=str(problem))
     except WorkerFailure as problem:
-        record.update(status=problem.status, reason=str(problem))
+        status = problem.status if problem.worker == "candidate" else "REFUSED"  # the candidate answers for itself only
+        record.update(status=status, reason=str(problem))
     except KeyboardInterrupt:
         record.update(status="INCOMPLETE", reason="interrupted")
         raise
@@ -124,16 +117,17 @@ def evaluate(options: Options, show: Show) -> dict[str, Any]:
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """A second Ctrl-C does not stop the report from being written."""
+    """No second signal stops the report from being written."""
     try:
-        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
     except ValueError:  # not the main thread
         yield
         return
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class Judge:
@@ -152,8 +146,8 @@ class Judge:
         self.cells = cells(config["workloads"], self.grid.cells)
         self.builds: dict[str, Built] = {}
         self.runners: dict[str, Runner] = {}
-        self.layouts: dict[str, str] = {}
         self.arena: Any = None
+        self.baselines: Any = None
         self._stage_name = ""
 
     # ------------------------------------------------------------ plumbing
@@ -181,10 +175,10 @@ class Judge:
     def _progress(self, text: str) -> None:
         self._show(self._stage_name, text)
 
-    def _spawn(self, name: str, key: str | None = None) -> Runner:
-        """Start a worker; its first reply is awaited by `_load`."""
+    def _spawn(self, name: str) -> Runner:
+        """Start a worker; its first reply is awaited when it is loaded."""
         runner = Runner(name, self.arena, self.limits["case_timeout_s"])
-        self.runners[key or name] = runner
+        self.runners[name] = runner
         runner.post("hello")
         return runner
 
@@ -209,9 +203,11 @@ class Judge:
             self.record["hashes"]["environment"] = sha256_json(report._finite(self.record["environment"]))
             self.arena = Arena(self.device, self._chunk_bytes())
         with self._stage("baselines start"):
-            names = self._baseline_names()
-            for name in names:
-                self._spawn(name)
+            self.baselines = Baselines(self.target, self.options.cases, self.options.require, self.limits)
+            everything = self.options.timing and not self.options.only
+            for name in self.baselines.wanted(everything):
+                self.baselines.add(name, self._spawn(name))
+            self.record["baselines"] = self.baselines.records
         with self._stage("build"):
             self._build()
         with self._stage("workers"):
@@ -219,7 +215,7 @@ class Judge:
                 self._spawn(role)
             for role in self.builds:
                 self._load(role)
-            self._load_baselines(names)
+            self.baselines.load(self.heads)
         with self._stage("correctness"):
             self._correctness()
         if self.options.only or not self.options.timing:
@@ -257,74 +253,10 @@ class Judge:
         runner.settle("hello", START_TIMEOUT_S)
         runner.load_library(str(self.builds[role].library))
 
-    # ------------------------------------------------------------ baselines
-
-    def _phases(self, name: str) -> tuple[str, ...]:
-        return tuple(phase for phase in ("full", "decode") if name in self.target.config["baselines"][phase])
-
-    def _baseline_names(self) -> list[str]:
-        section = self.target.config["baselines"]
-        names = list(dict.fromkeys([*section["full"], *section["decode"]]))
-        if self.options.cases == "quick":
-            names = [name for name in names if name in section["quick"] or name in self.options.require]
-        if not self.options.timing or self.options.only:
-            names = [name for name in names if name in (*self.options.require, self.target.config["contract"].get("library"))]
-        return names
-
-    def _load_baselines(self, names: list[str]) -> None:
-        for name in names:
-            runner = self.runners[name]
-            found: dict[str, Any] = {
-                "available": False,
-                "reason": None,
-                "version": None,
-                "phases": list(self._phases(name)),
-                "routes": {},
-            }
-            try:
-                runner.settle("hello", START_TIMEOUT_S)
-                reply = runner.load_provider(name)
-                found.update({key: reply[key] for key in ("available", "reason", "version")})
-                self.layouts[name] = reply["layout"]
-                if found["available"]:
-                    for entry in ("prefill", "decode"):
-                        found["routes"][entry] = runner.request("routes", entry=entry)["routes"]
-            except WorkerFailure as problem:
-                found.update(available=False, reason=problem.message)
-            self.record["baselines"][name] = found
-            if not found["available"]:
-                found["reason"] = found["reason"] or "not available"
-                runner.close()
-                if name in self.options.require:
-                    raise Stop("REFUSED", f"required baseline {name} is unavailable: {found['reason']}")
-            elif name == COMPILING:
-                runner.post("warm", heads_q=self.heads[0], heads_kv=self.heads[1])
-
-    def _available(self) -> list[str]:
-        return [name for name, found in self.record["baselines"].items() if found["available"]]
-
-    def _await_compilation(self) -> None:
-        if COMPILING in self._available():
-            self._progress(f"{COMPILING} compiles")
-            try:
-                self.runners[COMPILING].settle("warm", self.limits["build_timeout_s"])
-            except WorkerFailure as problem:
-                self.record["baselines"][COMPILING].update(available=False, reason=problem.message)
-                if COMPILING in self.options.require:
-                    raise Stop("REFUSED", f"required baseline {COMPILING} is unavailable: {problem.message}") from None
-
     # ------------------------------------------------------------ correctness
 
-    def _references(self) -> dict[str, tuple[Runner, str]]:
-        """What accuracy is compared with, in order: the contract's library, then the config's order."""
-        library = self.target.config["contract"].get("library")
-        names = [name for name in self._available() if name != COMPILING]
-        names.sort(key=lambda name: name != library)
-        return {f"{phase}:{name}": (self.runners[name], self.layouts[name]) for name in names for phase in self._phases(name)}
-
     def _correctness(self) -> None:
-        library = self.target.config["contract"].get("library")
-        library = library if library in self._available() else None
+        library = self.baselines.library()
         context = Context(
             arena=self.arena,
             candidate=self.runners["candidate"],
@@ -335,9 +267,9 @@ class Judge:
             cells=self.cells,
             heads=self.heads,
             limits=self.limits,
-            library=self.runners[library] if library else None,
-            library_layout=self.layouts.get(library or "", "bhsd"),
-            references=self._references(),
+            library=library.runner if library else None,
+            library_layout=library.layout if library else "bhsd",
+            references=self.baselines.references(),
             progress=self._progress,
         )
         try:
@@ -369,14 +301,12 @@ class Judge:
     # ------------------------------------------------------------ timing
 
     def _racers(self, roles: list[str]) -> list[Racer]:
-        racers = [Racer(role, self.runners[role]) for role in roles if role in self.builds]
-        for name in self._available():
-            routes = self.record["baselines"][name]["routes"]
-            racers.append(Racer(name, self.runners[name], self.layouts[name], False, self._phases(name), routes))
-        return racers
+        baselines: list[Racer] = self.baselines.racers()
+        return [Racer(role, self.runners[role]) for role in roles if role in self.builds] + baselines
 
     def _measure(self, roles: list[str]) -> list[dict[str, Any]]:
-        self._await_compilation()
+        self._progress("baselines compile")
+        self.baselines.await_compilation()
         timer = Timer(
             self.arena,
             self.target.config["target"],

@@ -15,6 +15,8 @@ import importlib
 import importlib.metadata
 import inspect
 import os
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -37,6 +39,7 @@ class Provider:
 
     name = ""
     layout = "bhsd"
+    compiles = False  # on first use, which `warm` does ahead
 
     def available(self) -> tuple[bool, str | None, str | None]:
         """(usable here, reason where not, package and version)."""
@@ -204,12 +207,15 @@ class FlashInfer(Provider):
 
     name = "flashinfer"
     layout = "bshd"
+    compiles = True
     PAGE, WORKSPACE_BYTES = 16, 128 << 20
+    COMPILE_S = 240.0
 
     def __init__(self) -> None:
         self._module: Any = None
         self._workspace: Any = None
         self._plans: dict[tuple[Any, ...], Any] = {}
+        self._broken: dict[str, str] = {}  # route without its launch option -> why
 
     def available(self) -> tuple[bool, str | None, str | None]:
         import torch
@@ -260,6 +266,8 @@ class FlashInfer(Provider):
         import torch
 
         backend, cores, *rest = (route or "fa2 tensor_cores").split()
+        if reason := self._broken.get(f"{backend} {cores}"):
+            raise RuntimeError(reason)
         q, k, v = tensors["q"], tensors["k"], tensors["v"]
         batch, heads_q, rows, dim = q.shape
         heads_kv, length = k.shape[1], k.shape[2]
@@ -281,23 +289,28 @@ class FlashInfer(Provider):
         return run
 
     def warm(self, heads_q: int, heads_kv: int) -> None:
-        """Compile the modules of all routes side by side; a route that fails says so when it is screened."""
-        from concurrent.futures import ThreadPoolExecutor
-
+        """Compile the modules of all routes side by side; one that fails or takes too long is not tried again."""
         import torch
 
         def build(route: str) -> None:
-            tensors = {
-                name: torch.zeros(1, 16, heads, HEAD_DIM, dtype=torch.bfloat16, device="cuda").transpose(1, 2)
-                for name, heads in (("k", heads_kv), ("v", heads_kv))
-            }
+            shape = (1, self.PAGE, heads_kv, HEAD_DIM)
+            tensors = {name: torch.zeros(shape, dtype=torch.bfloat16, device="cuda").transpose(1, 2) for name in ("k", "v")}
             tensors["q"] = torch.zeros(1, heads_q, 1, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
-            self.prepare("decode", tensors, 0, route)()
+            try:
+                self.prepare("decode", tensors, 0, route)()
+                self._broken.pop(route, None)
+            except Exception as problem:  # whatever a compilation may raise is the route's reason
+                self._broken[route] = " ".join(f"{type(problem).__name__}: {problem}".split())[:500]
 
         routes = [route for route in self.routes("decode") if "pdl" not in route]
-        with ThreadPoolExecutor(len(routes) or 1) as pool:
-            for task in [pool.submit(build, route) for route in routes]:
-                task.exception()
+        threads = [threading.Thread(target=build, args=(route,), daemon=True) for route in routes]
+        deadline = time.monotonic() + self.COMPILE_S
+        for thread in threads:
+            thread.start()
+        for route, thread in zip(routes, threads, strict=True):
+            thread.join(max(0.0, deadline - time.monotonic()))
+            if thread.is_alive():
+                self._broken[route] = f"its compilation took more than {self.COMPILE_S:g} s"
         torch.cuda.synchronize()
 
 

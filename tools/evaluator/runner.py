@@ -32,6 +32,14 @@ class WorkerFailure(Exception):
         self.status, self.worker, self.message = status, worker, message
 
 
+class Stop(Exception):
+    """Ends a run with a status of the report."""
+
+    def __init__(self, status: str, reason: str) -> None:
+        super().__init__(reason)
+        self.status, self.reason = status, reason
+
+
 @dataclass
 class Call:
     """One attention call. q [B,Hq,Sq,128], k/v [B,Hkv,Skv,128], any strides; packed: [total,H,128]."""

@@ -96,7 +96,13 @@ class ProviderHost:
 
     def describe(self) -> dict[str, Any]:
         available, reason, version = self._provider.available()
-        return {"available": available, "reason": reason, "version": version, "layout": self._provider.layout}
+        return {
+            "available": available,
+            "reason": reason,
+            "version": version,
+            "layout": self._provider.layout,
+            "compiles": self._provider.compiles,
+        }
 
 
 class Worker:
