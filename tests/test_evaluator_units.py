@@ -14,6 +14,7 @@ from tools.core.errors import UserError
 from tools.evaluator import counters, objective, oracle
 from tools.evaluator.arena import Arena, Mapping
 from tools.evaluator.compare import checksum, poison_, unwritten, words_differ
+from tools.evaluator.device import kernels_of
 from tools.evaluator.grids import cells
 from tools.evaluator.inputs import KINDS, Draw
 from tools.evaluator.protocol import Channel, ChannelClosed, ChannelGarbage, ChannelTimeout
@@ -296,3 +297,28 @@ def test_counters_are_parsed_and_assigned() -> None:
     assert [k["kernel"] for k in kernels] == ["prefill", "decode"]
     assert kernels[0]["gpu__time_duration.sum [nsecond]"] == 1234.0 and kernels[0]["lts__t_sector_hit_rate.pct [%]"] == 56.5
     assert counters.parse("==ERROR== no permission\n") == []
+
+
+def test_kernels_of_a_trace() -> None:
+    def kernel(name: str, dur: float, grid: list[int]) -> dict[str, Any]:
+        return {
+            "cat": "kernel",
+            "name": name,
+            "dur": dur,
+            "args": {"grid": grid, "block": [128, 1, 1], "registers per thread": 64},
+        }
+
+    events = [
+        kernel("a", 1.0, [8, 1, 1]),
+        kernel("b", 6.0, [4, 1, 1]),
+        kernel("a", 1.0, [8, 1, 1]),
+        kernel("a", 2.0, [9, 1, 1]),
+        {"cat": "cpu_op"},
+    ]
+    found = kernels_of(events)
+    assert [(k["name"], k["launches"], k["gpu_us"], k["share"]) for k in found] == [
+        ("b", 1, 6.0, 0.6),
+        ("a", 2, 2.0, 0.2),
+        ("a", 1, 2.0, 0.2),
+    ]
+    assert found[0]["registers"] == 64 and kernels_of([]) == []

@@ -149,31 +149,36 @@ class CudaDevice:
             profiler.export_chrome_trace(path)
             with open(path) as file:
                 events = json.load(file).get("traceEvents", [])
-        found: dict[str, dict[str, Any]] = {}
-        for event in events:
-            if event.get("cat") != "kernel":
-                continue
-            args = event.get("args", {})
-            grid, block = args.get("grid"), args.get("block")
-            entry = found.setdefault(
-                f"{event['name']} {grid} {block}",
-                {
-                    "name": event["name"],
-                    "launches": 0,
-                    "grid": grid,
-                    "block": block,
-                    "gpu_us": 0.0,
-                    "registers": args.get("registers per thread"),
-                    "shared_bytes": args.get("shared memory"),
-                },
-            )
-            entry["launches"] += 1
-            entry["gpu_us"] += float(event.get("dur", 0.0))
-        total = sum(entry["gpu_us"] for entry in found.values()) or 1.0
-        kernels = sorted(found.values(), key=lambda entry: -entry["gpu_us"])
-        for entry in kernels:
-            entry["share"] = entry["gpu_us"] / total
+        kernels = kernels_of(events)
         return {"kernels": kernels, "note": "" if kernels else "the profiler reported no kernels"}
+
+
+def kernels_of(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Kernels of a profiler's trace, those of one name and shape together, the longest first."""
+    found: dict[str, dict[str, Any]] = {}
+    for event in events:
+        if event.get("cat") != "kernel":
+            continue
+        args = event.get("args", {})
+        grid, block = args.get("grid"), args.get("block")
+        entry = found.setdefault(
+            f"{event['name']} {grid} {block}",
+            {
+                "name": event["name"],
+                "launches": 0,
+                "grid": grid,
+                "block": block,
+                "gpu_us": 0.0,
+                "registers": args.get("registers per thread"),
+                "shared_bytes": args.get("shared memory"),
+            },
+        )
+        entry["launches"] += 1
+        entry["gpu_us"] += float(event.get("dur", 0.0))
+    total = sum(entry["gpu_us"] for entry in found.values()) or 1.0
+    for entry in found.values():
+        entry["share"] = entry["gpu_us"] / total
+    return sorted(found.values(), key=lambda entry: -entry["gpu_us"])
 
 
 def open_device(kind: str) -> CpuDevice | CudaDevice:

@@ -212,6 +212,7 @@ class FlashInfer(Provider):
     COMPILE_S = 240.0
 
     def __init__(self) -> None:
+        self._device = "cuda"
         self._module: Any = None
         self._workspace: Any = None
         self._plans: dict[tuple[Any, ...], Any] = {}
@@ -245,14 +246,14 @@ class FlashInfer(Provider):
         if key in self._plans:
             return self._plans[key]
         if self._workspace is None:
-            self._workspace = torch.zeros(self.WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
+            self._workspace = torch.zeros(self.WORKSPACE_BYTES, dtype=torch.uint8, device=self._device)
         wrapper = self._module.BatchDecodeWithPagedKVCacheWrapper(
             self._workspace, kv_layout="NHD", use_tensor_cores=tensor_cores, backend=backend
         )
         pages = length // page
         starts = torch.arange(batch + 1, dtype=torch.int32) * pages
         last = torch.full((batch,), page, dtype=torch.int32)
-        indices = torch.arange(batch * pages, dtype=torch.int32, device="cuda")
+        indices = torch.arange(batch * pages, dtype=torch.int32, device=self._device)
         wrapper.plan(
             starts, indices, last, heads_q, heads_kv, HEAD_DIM, page, q_data_type=torch.bfloat16, kv_data_type=torch.bfloat16
         )
@@ -275,7 +276,7 @@ class FlashInfer(Provider):
         wrapper = self._plan(batch, length, heads_q, heads_kv, backend, cores == "tensor_cores", page)
         q = q.reshape(batch, heads_q, dim)
         k, v = (t.transpose(1, 2).view(batch * length // page, page, heads_kv, dim) for t in (k, v))
-        out = torch.empty(batch, heads_q, dim, dtype=torch.bfloat16, device="cuda")
+        out = torch.empty(batch, heads_q, dim, dtype=torch.bfloat16, device=self._device)
         options: dict[str, Any] = {"out": out}
         if "enable_pdl" in inspect.signature(type(wrapper).run).parameters:
             options["enable_pdl"] = "pdl" in rest
@@ -294,8 +295,10 @@ class FlashInfer(Provider):
 
         def build(route: str) -> None:
             shape = (1, self.PAGE, heads_kv, HEAD_DIM)
-            tensors = {name: torch.zeros(shape, dtype=torch.bfloat16, device="cuda").transpose(1, 2) for name in ("k", "v")}
-            tensors["q"] = torch.zeros(1, heads_q, 1, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
+            tensors = {
+                name: torch.zeros(shape, dtype=torch.bfloat16, device=self._device).transpose(1, 2) for name in ("k", "v")
+            }
+            tensors["q"] = torch.zeros(1, heads_q, 1, HEAD_DIM, dtype=torch.bfloat16, device=self._device)
             try:
                 self.prepare("decode", tensors, 0, route)()
                 self._broken.pop(route, None)
@@ -311,6 +314,9 @@ class FlashInfer(Provider):
             thread.join(max(0.0, deadline - time.monotonic()))
             if thread.is_alive():
                 self._broken[route] = f"its compilation took more than {self.COMPILE_S:g} s"
+        for route in [route for route in self._broken if not threads[routes.index(route)].is_alive()]:
+            del self._broken[route]  # once more, alone: the libraries' own caches are not made for threads
+            build(route)
         torch.cuda.synchronize()
 
 
