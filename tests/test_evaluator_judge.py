@@ -121,6 +121,7 @@ def test_root_report_gives_references(passed: dict[str, Any], tmp_path: Path) ->
         ("early_exit", "tails", "RUNTIME_ERROR", "exited with code 0"),
         ("rubbish", "tails", "RUNTIME_ERROR", "rubbish"),
         ("error_code", "tails", "RUNTIME_ERROR", "a stated error"),
+        ("huge_workspace", "tails", "RUNTIME_ERROR", "workspace"),
         ("hang", "tails", "TIMEOUT", "no answer"),
         ("honest", "tails", "INCOMPLETE", "only some checks"),
     ],

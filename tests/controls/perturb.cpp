@@ -62,7 +62,8 @@ enum Fault {
   early_exit,
   rubbish,
   error_code,
-  slow
+  slow,
+  huge_workspace
 };
 constexpr Fault fault = PERTURB;
 constexpr int64_t TILE = 64;
@@ -229,6 +230,7 @@ int unified_decode(const UnifiedAttnParams* params, void*) { return run(DECODE, 
 int64_t unified_attn_workspace_bytes(int entry, const UnifiedAttnParams* params) {
   using Bytes = int64_t (*)(int, const UnifiedAttnParams*);
   const int64_t own = ((Bytes)dlsym(library(), "unified_attn_workspace_bytes"))(entry, params);
+  if (fault == huge_workspace) return INT64_C(1) << 50;
   return fault == workspace_read || fault == workspace_left ? (own > 64 ? own : 64) : own;
 }
 int unified_attn_abi_version(void) { return UNIFIED_ATTN_ABI_VERSION; }

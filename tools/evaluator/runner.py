@@ -20,6 +20,7 @@ from tools.evaluator.arena import Arena
 from tools.evaluator.protocol import Channel, ChannelClosed, ChannelGarbage, ChannelTimeout
 
 LOG_BYTES = 64 << 10
+MAX_WORKSPACE_BYTES = 8 << 30
 START_TIMEOUT_S = 120.0
 POISONS = (0xFF, 0x7F, 0xA5)  # bytes written over workspaces; 0xFF.. and 0x7F.. read as NaN in every float format
 
@@ -231,7 +232,10 @@ class Runner:
             reply = self.request(cmd, calls=encoded, **arguments)
             if reply["ok"]:
                 return reply
-            self._workspace = self._arena.keep(int(reply["workspace"]))
+            need = reply["workspace"]
+            if not isinstance(need, int) or not 0 < need <= MAX_WORKSPACE_BYTES:
+                raise self._fail("RUNTIME_ERROR", f"asks for a workspace of {str(need)[:40]} bytes")
+            self._workspace = self._arena.keep(need)
             self.poison()
         raise WorkerFailure("RUNTIME_ERROR", self.name, "asks for more workspace every time it is asked")
 
@@ -246,7 +250,10 @@ class Runner:
         self._graphs += 1
         self.poison()
         reply = self._with_workspace("capture", calls, graph=self._graphs, route=route)
-        self._passes[self._graphs] = int(reply.get("samples_per_pass", 1))
+        samples = reply.get("samples_per_pass")
+        if samples not in (1, len(calls)):
+            raise self._fail("RUNTIME_ERROR", f"rubbish in reply to capture: {str(reply)[:120]}")
+        self._passes[self._graphs] = samples
         return self._graphs
 
     def replay_all(self, graph: int) -> None:

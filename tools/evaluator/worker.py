@@ -85,6 +85,7 @@ class ProviderHost:
         from tools.evaluator import providers
 
         torch.set_grad_enabled(False)
+        torch.set_num_threads(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
         self._provider = providers.make(name)
         self._mapping = mapping
 
