@@ -85,6 +85,13 @@ class Baselines:
             except WorkerFailure as problem:
                 self._lose(baseline, problem.message)
 
+    def missing_library(self) -> str | None:
+        """Why the contract's library cannot be compared with, if it should be."""
+        name = self._contract_library
+        if name is None or name in self._here:
+            return None
+        return f"bits were not compared with {name}: {self.records.get(name, {}).get('reason') or 'not among the baselines'}"
+
     def library(self) -> Baseline | None:
         """The provider whose bits the contract states, if it is here."""
         return self._here.get(self._contract_library or "")

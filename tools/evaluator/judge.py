@@ -200,7 +200,7 @@ class Judge:
                 self.record["compatibility"] = True
                 self.record["notes"].append(note)
             self.record["environment"] = environment.record(self.device)
-            self.record["hashes"]["environment"] = sha256_json(report._finite(self.record["environment"]))
+            self.record["hashes"]["environment"] = sha256_json(report.finite(self.record["environment"]))
             self.arena = Arena(self.device, self._chunk_bytes())
         with self._stage("baselines start"):
             self.baselines = Baselines(self.target, self.options.cases, self.options.require, self.limits)
@@ -257,6 +257,8 @@ class Judge:
 
     def _correctness(self) -> None:
         library = self.baselines.library()
+        if missing := self.baselines.missing_library():
+            self.record["notes"].append(missing)
         context = Context(
             arena=self.arena,
             candidate=self.runners["candidate"],

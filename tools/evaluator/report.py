@@ -92,14 +92,14 @@ def build_record(built: Any) -> dict[str, Any]:
     }
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
     """JSON knows no infinity: such numbers are written as text."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):
-        return {str(key): _finite(item) for key, item in value.items()}
+        return {str(key): finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     return value
 
 
@@ -127,7 +127,7 @@ def write(path: Path, report: dict[str, Any]) -> dict[str, Any]:
     if report["status"] != "PASSED":
         for key in ("timing", "objective", "promotion"):
             report[key] = None
-    report = _finite(report)
+    report = finite(report)
     validate(report)
     write_new(path, json.dumps(report, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
     return report

@@ -86,23 +86,23 @@ class ProviderHost:
 
         torch.set_grad_enabled(False)
         torch.set_num_threads(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
-        self._provider = providers.make(name)
+        self.provider = providers.make(name)
         self._mapping = mapping
 
     def prepare(self, call: dict[str, Any], route: str | None) -> Thunk:
         names = ("q", "k", "v", "lengths", "cu_seqlens")
         tensors = {name: self._mapping.tensor(call[name]) for name in names}
-        run = self._provider.prepare(call["entry"], tensors, call["max_seqlen"], route)
+        run = self.provider.prepare(call["entry"], tensors, call["max_seqlen"], route)
         return lambda stream: run()
 
     def describe(self) -> dict[str, Any]:
-        available, reason, version = self._provider.available()
+        available, reason, version = self.provider.available()
         return {
             "available": available,
             "reason": reason,
             "version": version,
-            "layout": self._provider.layout,
-            "compiles": self._provider.compiles,
+            "layout": self.provider.layout,
+            "compiles": self.provider.compiles,
         }
 
 
@@ -148,10 +148,10 @@ class Worker:
         return self._host.describe() if kind == "provider" else {}
 
     def do_routes(self, entry: str) -> dict[str, Any]:
-        return {"routes": self._host._provider.routes(entry)}
+        return {"routes": self._host.provider.routes(entry)}
 
     def do_warm(self, heads_q: int, heads_kv: int) -> dict[str, Any]:
-        self._host._provider.warm(heads_q, heads_kv)
+        self._host.provider.warm(heads_q, heads_kv)
         return {}
 
     def do_call(self, calls: list[dict[str, Any]], stream: str, route: str | None = None) -> dict[str, Any]:
