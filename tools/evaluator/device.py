@@ -116,7 +116,8 @@ class CudaDevice:
                 thunk(stream)
         torch.cuda.synchronize()
         graph = Graph(thunks, handle=torch.cuda.CUDAGraph())
-        with torch.cuda.graph(graph.handle, stream=self._side):
+        # thread_local: a library may still be loading modules in a thread of its own
+        with torch.cuda.graph(graph.handle, stream=self._side, capture_error_mode="thread_local"):
             graph.outputs = [thunk(self._side.cuda_stream) for thunk in thunks]
         torch.cuda.synchronize()
         return graph
