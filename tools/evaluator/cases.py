@@ -153,8 +153,8 @@ class Context:
 
     # ------------------------------------------------------------ tensors
 
-    def tensor(self, *shape: int, order: tuple[int, ...] | None = None, skew: int = 0) -> Any:
-        return self.arena.empty(shape, "bf16", order=order, skew=skew)
+    def tensor(self, *shape: int, order: tuple[int, ...] | None = None) -> Any:
+        return self.arena.empty(shape, "bf16", order=order)
 
     def ints(self, values: list[int]) -> Any:
         tensor = self.arena.empty((len(values),), "i32")
@@ -169,13 +169,12 @@ class Context:
         heads: tuple[int, int] | None = None,
         kind: str = "normal",
         layout: str = "bhsd",
-        skew: int = 0,
     ) -> tuple[Any, Any, Any]:
         """Fresh q [B,Hq,rows,128] and k, v [B,Hkv,keys,128] in one of the two storage orders."""
         heads_q, heads_kv = heads or self.grid.heads
         order = (0, 1, 2, 3) if layout == "bhsd" else (0, 2, 1, 3)
-        q = self.tensor(batch, heads_q, rows, 128, order=order, skew=skew)
-        k, v = (self.tensor(batch, heads_kv, keys, 128, order=order, skew=skew) for _ in range(2))
+        q = self.tensor(batch, heads_q, rows, 128, order=order)
+        k, v = (self.tensor(batch, heads_kv, keys, 128, order=order) for _ in range(2))
         inputs.KINDS[kind](self.draw, q, k, v)
         return q, k, v
 
@@ -220,21 +219,18 @@ class Context:
         out: Any = None,
         finite: bool = True,
         witness: bool = True,
-        runner: Runner | None = None,
         **options: Any,
     ) -> tuple[Any, Any]:
-        """Run one call on the candidate (or another runner) and return (o, lse).
+        """Run one call on the candidate and return (o, lse).
 
         finite: the output must be finite too. witness: compare with the witness. The rest goes to the call.
         """
         call = self.call(entry, q, k, v, lse=lse, out=out, **options)
-        runner = runner or self.candidate
         before = [checksum(t) for t in (q, k, v)]
-        runner.run([call], stream=stream)
-        if runner is self.candidate:
-            self.inspect(call, before, finite=finite)
-            if witness:
-                self.compare_with_witness(call)
+        self.candidate.run([call], stream=stream)
+        self.inspect(call, before, finite=finite)
+        if witness:
+            self.compare_with_witness(call)
         return call.o, call.lse
 
     def inspect(self, call: Call, before: list[int], *, finite: bool = True) -> None:
