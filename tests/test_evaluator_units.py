@@ -322,3 +322,11 @@ def test_kernels_of_a_trace() -> None:
         ("a", 1, 2.0, 0.2),
     ]
     assert found[0]["registers"] == 64 and kernels_of([]) == []
+
+
+def test_reports_name_programs_without_their_folders() -> None:
+    from tools.evaluator.report import without_folder
+
+    assert without_folder("/some/where/bin/g++") == "g++"
+    assert without_folder("-Isrc/experimental") == "-Isrc/experimental"
+    assert without_folder("kernel.cu") == "kernel.cu"

@@ -77,7 +77,7 @@ def record(device: str) -> dict[str, Any]:
 
     found: dict[str, Any] = {
         "python": sys.version.split()[0],
-        "platform": platform.platform(),
+        "platform": " ".join((platform.system(), platform.release().split("-")[0], *platform.libc_ver())).strip(),
         "machine": platform.machine(),
         "processor": _processor(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
@@ -89,7 +89,7 @@ def record(device: str) -> dict[str, Any]:
         "variables": {
             k: v
             for k, v in sorted(os.environ.items())
-            if k.startswith(("CUDA_", "OMP_", "MKL_", "FLASHINFER_", "TORCH_", "NVIDIA_TF32"))
+            if k.startswith(("CUDA_", "OMP_", "MKL_", "FLASHINFER_", "TORCH_", "NVIDIA_TF32")) and "/" not in v
         },
     }
     if device == "cuda":

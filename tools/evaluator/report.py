@@ -76,6 +76,11 @@ def new(target: Any, run: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def without_folder(word: str) -> str:
+    """A program's name without the folder that this machine keeps it in."""
+    return word.rsplit("/", 1)[1] if word.startswith("/") and " " not in word and "\n" not in word else word
+
+
 def build_record(built: Any) -> dict[str, Any]:
     return {
         "source": show_path(built.source),
@@ -83,8 +88,8 @@ def build_record(built: Any) -> dict[str, Any]:
         "files": dict(built.files),
         "preprocessed_sha256": built.preprocessed_sha256,
         "library_sha256": built.library_sha256,
-        "command": list(built.command),
-        "toolchain": dict(built.toolchain),
+        "command": [without_folder(word) for word in built.command],
+        "toolchain": {key: without_folder(str(value)) for key, value in built.toolchain.items()},
         "resources": list(built.resources),
         "seconds": round(built.seconds, 3),
         "cached": built.cached,
