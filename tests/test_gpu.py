@@ -62,6 +62,23 @@ def test_one_captured_graph_serves_a_growing_batch(kernel: Kernel) -> None:
             assert same_bits(out[b : b + 1], alone)
 
 
+def test_the_first_call_of_a_process_may_be_captured(gpu: str, repo: Path) -> None:
+    program = f"""
+import torch
+from tools.load_kernel import load_kernel
+kernel = load_kernel({gpu!r}, allow_compat=True)
+q, k = torch.randn(1, 8, 1, {HEAD_DIM}).bfloat16().cuda(), torch.randn(1, 2, 300, {HEAD_DIM}).bfloat16().cuda()
+out = torch.full_like(q, float("nan"))
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph):
+    kernel.unified_decode(q, k, k, 8, 2, out=out)
+graph.replay()
+assert torch.equal(out.view(torch.int16), kernel.unified_decode(q, k, k, 8, 2).view(torch.int16))
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=repo, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
 def test_offsets_past_two_to_the_31_elements(kernel: Kernel) -> None:
     """Q of B16 H32 passes 2^31 elements from S = 32,784 on; the last sequence alone must give the same bits."""
     batch, length = 16, 32_784
@@ -143,6 +160,8 @@ for heads, kv, length in ((8, 2, 200), (16, 1, 129), (3, 3, 1)):
 big = make(40, 2, 300)
 kernel.unified_decode(make(40, 8, 1), big, big, 8, 2)
 kernel.unified_decode(make(1, 80, 1), make(1, 80, 257), make(1, 80, 257), 80, 80)
+for batch, heads, kv in ((25, 4, 2), (25, 32, 2), (40, 32, 2)):  # two CTAs a KV head; one, and 16 query heads
+    kernel.unified_decode(make(batch, heads, 1), make(batch, kv, 300), make(batch, kv, 300), heads, kv)
 cu = torch.tensor([0, 1, 130, 200], dtype=torch.int32).cuda()
 kernel.unified_prefill(make(200, 8), make(200, 2), make(200, 2), 8, 2, cu_seqlens=cu, max_seqlen=129)
 torch.cuda.synchronize()

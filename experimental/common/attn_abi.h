@@ -14,7 +14,9 @@
 extern "C" {
 #endif
 
-/* All sizes are counts of elements, all strides are in elements. The innermost stride (head dim) is always 1. */
+/* All sizes are counts of elements, all strides are in elements. The innermost stride (head dim) is always 1. Addresses of
+ * q, k, v and o are multiples of 16 bytes, their strides of 8 elements. o and lse overlap neither an input nor themselves.
+ * heads_q is a multiple of heads_kv, at most 16 times. lengths: extend and decode only; cu_seqlens: prefill only. */
 typedef struct UnifiedAttnParams {
   const void* q;             /* bf16 [batch, heads_q, seqlen_q, 128]; packed: [total, heads_q, 128] */
   const void* k;             /* bf16 [batch, heads_kv, seqlen_kv, 128]; packed: [total, heads_kv, 128] */
@@ -40,7 +42,8 @@ typedef struct UnifiedAttnParams {
 /* Each returns 0, a positive cudaError_t, or a negative code; unified_attn_error() turns either into a sentence.
  * stream is a cudaStream_t (NULL on the CPU). The call only enqueues work; it never synchronizes or allocates.
  *   prefill: query i of a sequence sees its keys 0..i (seqlen_q == seqlen_kv, or packed).
- *   extend:  query i of seqlen_q sees keys 0..(n - seqlen_q + i), n = the sequence's keys; a row that sees none is 0, LSE -inf.
+ *   extend:  query i of seqlen_q sees keys 0..(n - seqlen_q + i), n = the sequence's keys; a row that sees none is 0, LSE -inf
+ *            (V finite).
  *   decode:  seqlen_q == 1; the query sees all n keys. */
 int unified_prefill(const UnifiedAttnParams* params, void* stream);
 int unified_extend(const UnifiedAttnParams* params, void* stream);

@@ -1,8 +1,9 @@
 // FlashAttention-3's forward arithmetic on Hopper, for bf16 and head dim 128: the contract and the one place where its
 // exponentials, maxima, sums, rescales, roundings and matrix products are written. Kernels of this contract include it.
 //
-// Every fp32 operation is round-to-nearest and flushes subnormal operands and results to zero, as the library's machine
-// code does; the tensor cores keep subnormals. One query row is one sequential reduction:
+// Every fp32 multiply, add and fused multiply-add is round-to-nearest; these, the maxima and the approximations (ex2, rcp,
+// lg2) flush subnormals to zero, as the library's machine code does; tensor cores keep them. One query row is one
+// sequential reduction:
 //
 //   step           operation                                                    code
 //   tiles          128 keys, anchored at key 0, from the row's last down to 0   BLOCK_N, loops of both kernels
@@ -21,7 +22,7 @@
 //   no keys        l = 0: out = 0, lse = -inf                                   numerics::inverse, log_sum_exp
 //
 // The first visited tile needs no rescale: alpha = 0 acts on zeros. A row's leading tile may be fully masked (extend at
-// an unaligned offset): m stays -inf, p = 0, alpha = 0, so visiting or skipping it gives the same bits.
+// an unaligned offset): m stays -inf, p = 0, alpha = 0, so with finite V visiting or skipping it gives the same bits.
 // What may vary freely: which CTA does what, how many there are, and in which order independent work is issued.
 #pragma once
 #include <cuda_runtime.h>

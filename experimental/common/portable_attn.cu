@@ -1,9 +1,9 @@
-// Portable unified attention for sm_80 and later: mma.sync.m16n8k16 and cp.async, bf16, causal, GQA, head dim 128. Its
-// arithmetic is fa3_numerics.cuh; no cleverness beyond tiles and copies, so that it can be the witness of faster kernels.
+// Portable unified attention, bf16, causal, GQA, head dim 128: mma.sync.m16n8k16 and cp.async, for GPUs from sm_80 on that
+// give a block 163 KiB of shared memory. Its arithmetic is fa3_numerics.cuh; no cleverness beyond tiles and copies, so that
+// it can be the witness of faster kernels.
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 
-#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <type_traits>
@@ -21,8 +21,8 @@ struct PrefillShared {
   alignas(128) uint8_t sV[2][TILE_BYTES];
 };
 
-// Which query block, sequence and head a CTA owns. Blocks with the most keys start first; heads are taken in sections
-// whose K and V stay in L2 while their blocks run.
+// Which query block, sequence and head a CTA owns. Within a section of heads, whose K and V stay in L2, the blocks with the
+// most keys start first. Packed sequences get the blocks of the longest one; a CTA past its sequence's end returns at once.
 struct PrefillSchedule {
   int64_t blocks, kv_heads, section;  // query blocks a sequence; batch * heads_kv; KV heads a section
 };
@@ -51,9 +51,9 @@ __global__ void __launch_bounds__(NUM_THREADS, 1) prefill_kernel(const UnifiedAt
   const int64_t block_row = work.block * BLOCK_M;
   if (block_row >= seq.queries) return;
 
-  const bf16* gQ = static_cast<const bf16*>(p.q) + offset(p.q_stride, seq, work.head_q);
-  const bf16* gK = static_cast<const bf16*>(p.k) + offset(p.k_stride, seq, work.head_kv);
-  const bf16* gV = static_cast<const bf16*>(p.v) + offset(p.v_stride, seq, work.head_kv);
+  const bf16* gQ = static_cast<const bf16*>(p.q) + element_offset(p.q_stride, seq, work.head_q);
+  const bf16* gK = static_cast<const bf16*>(p.k) + element_offset(p.k_stride, seq, work.head_kv);
+  const bf16* gV = static_cast<const bf16*>(p.v) + element_offset(p.v_stride, seq, work.head_kv);
 
   // Row i of the sequence sees keys 0 .. keys - queries + i.
   const int64_t warp_row = block_row + warp * MMA_M;
@@ -104,7 +104,7 @@ __global__ void __launch_bounds__(NUM_THREADS, 1) prefill_kernel(const UnifiedAt
       for (int r = 0; r < 2; ++r) {
         const int64_t visible = seen_before + row[r] + 1 - first_key;
 #pragma unroll
-        for (int n = 0; n < BLOCK_N / MMA_N; ++n) mask_row(s[n][2 * r], s[n][2 * r + 1], n, lane, visible);
+        for (int n = 0; n < BLOCK_N / MMA_N; ++n) mask_pair(s[n][2 * r], s[n][2 * r + 1], n, lane, visible);
       }
     }
 #pragma unroll
@@ -136,9 +136,9 @@ __global__ void __launch_bounds__(NUM_THREADS, 1) prefill_kernel(const UnifiedAt
       for (int i = 0; i < 4; ++i)
         probability[i] = numerics::pack_bf16(s[2 * n + i / 2][2 * (i % 2)], s[2 * n + i / 2][2 * (i % 2) + 1]);
 #pragma unroll
-      for (int d = 0; d < HEAD_DIM / 16; ++d) {
+      for (int d = 0; d < HEAD_DIM / MMA_K; ++d) {
         uint32_t v[4];
-        const int key = n * 16 + (lane & 15), chunk = 2 * d + (lane >> 4);
+        const int key = n * MMA_K + (lane & 15), chunk = 2 * d + (lane >> 4);
         load_matrices_transposed(v, sV + tile_offset<HEAD_DIM / CHUNK>(key, chunk));
         numerics::mma_m16n8k16(o[2 * d], probability, v[0], v[1]);
         numerics::mma_m16n8k16(o[2 * d + 1], probability, v[2], v[3]);
@@ -146,7 +146,7 @@ __global__ void __launch_bounds__(NUM_THREADS, 1) prefill_kernel(const UnifiedAt
     }
   }
 
-  bf16* gO = static_cast<bf16*>(p.o) + offset(p.o_stride, seq, work.head_q);
+  bf16* gO = static_cast<bf16*>(p.o) + element_offset(p.o_stride, seq, work.head_q);
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const float sum = numerics::quad_sum(l[r]), inv = numerics::inverse(sum);
@@ -173,7 +173,8 @@ struct DecodeTraits {
   static constexpr int VALUE_WARPS = SLICE / MMA_N < NUM_WARPS ? SLICE / MMA_N : NUM_WARPS;
   static constexpr int WARP_DIMS = SLICE / VALUE_WARPS;  // 8 or 16
 };
-constexpr int CHAIN = BLOCK_N / 4;       // probabilities of a tile that one quad lane sums
+constexpr size_t MAX_SHARED_BYTES = 163 << 10;  // of a block on an A100, the least of the GPUs this kernel runs on
+constexpr int CHAIN = BLOCK_N / 4;       // probabilities of a tile that one quad lane is_sum_warp
 constexpr int CHAIN_STRIDE = CHAIN + 4;  // floats; keeps 16-byte reads of different chains in different banks
 template <int SLICE, int ROW_HALVES>
 struct DecodeShared {
@@ -186,9 +187,12 @@ struct DecodeShared {
   float sSum[MMA_M];
 };
 
+static_assert(sizeof(DecodeShared<128, 2>) <= MAX_SHARED_BYTES && sizeof(DecodeShared<64, 2>) <= MAX_SHARED_BYTES &&
+              sizeof(DecodeShared<32, 2>) <= MAX_SHARED_BYTES && sizeof(PrefillShared) <= MAX_SHARED_BYTES);
+
 // Maximum and rescale of one row once the warps' maxima of a tile are in shared memory; returns alpha and sets m and h.
 template <typename Shared>
-__device__ __forceinline__ float advance_row(const Shared& shared, int row, float& m, float& h) {
+__device__ __forceinline__ float next_maximum(const Shared& shared, int row, float& m, float& h) {
   float m_new = m;
 #pragma unroll
   for (int w = 0; w < NUM_WARPS; ++w) m_new = numerics::maximum(m_new, shared.sMax[w][row]);
@@ -222,12 +226,12 @@ __global__ void __launch_bounds__(DecodeTraits<SLICE, ROW_HALVES>::THREADS, 1) d
   const int slice = blockIdx.x % SLICES;
   const Sequence seq = sequence_of(p, kv / p.heads_kv);
   const int64_t tiles = (seq.keys + BLOCK_N - 1) / BLOCK_N;
-  const bool sums = warp >= NUM_WARPS;
-  const int half = sums ? warp - NUM_WARPS : 0, sum_row = 8 * half + lane / 4;  // a sum warp's
+  const bool is_sum_warp = warp >= NUM_WARPS;
+  const int half = is_sum_warp ? warp - NUM_WARPS : 0, sum_row = 8 * half + lane / 4;  // a sum warp's
 
-  const bf16* gQ = static_cast<const bf16*>(p.q) + offset(p.q_stride, seq, head_q);
-  const bf16* gK = static_cast<const bf16*>(p.k) + offset(p.k_stride, seq, head_kv);
-  const bf16* gV = static_cast<const bf16*>(p.v) + offset(p.v_stride, seq, head_kv) + slice * SLICE;
+  const bf16* gQ = static_cast<const bf16*>(p.q) + element_offset(p.q_stride, seq, head_q);
+  const bf16* gK = static_cast<const bf16*>(p.k) + element_offset(p.k_stride, seq, head_kv);
+  const bf16* gV = static_cast<const bf16*>(p.v) + element_offset(p.v_stride, seq, head_kv) + slice * SLICE;
   const int head[2] = {lane / 4, lane / 4 + 8};  // this lane's rows of an accumulator, as heads of the group
 
   // Step i handles tile tiles - 1 - i. One group of copies a step, STAGES steps ahead: K of step i + STAGES and V of
@@ -246,7 +250,7 @@ __global__ void __launch_bounds__(DecodeTraits<SLICE, ROW_HALVES>::THREADS, 1) d
   };
 #pragma unroll
   for (int i = 0; i < STAGES; ++i)
-    if (!sums) load(i, i, i - 1, i - 1);
+    if (!is_sum_warp) load(i, i, i - 1, i - 1);
 
   uint32_t q[QUERY_SLICES][4];
   load_query(q, head[0] < group ? gQ + head[0] * p.q_stride[1] : nullptr,
@@ -254,7 +258,7 @@ __global__ void __launch_bounds__(DecodeTraits<SLICE, ROW_HALVES>::THREADS, 1) d
 
   float s[2][4];                  // this warp's 16 keys of a tile: two n8 blocks
   float o[WARP_BLOCKS][4] = {};   // this warp's output dims (the first VALUE_WARPS warps)
-  float m[ROW_HALVES];
+  float m[ROW_HALVES];            // of rows head[r]; a sum warp's m[0] is of sum_row
 #pragma unroll
   for (int r = 0; r < ROW_HALVES; ++r) m[r] = MINUS_INFINITY;
   float l = 0.f;  // a sum warp's rows
@@ -262,7 +266,7 @@ __global__ void __launch_bounds__(DecodeTraits<SLICE, ROW_HALVES>::THREADS, 1) d
 
   // Scores of one tile and P V of the tile before it, slice by slice: independent chains of MMAs. Branches sit outside,
   // since a branch between slices would keep the loads of the next from running ahead.
-  auto advance = [&](auto with_scores, auto with_values, uint32_t sK, uint32_t sV) {
+  auto multiply_tiles = [&](auto with_scores, auto with_values, uint32_t sK, uint32_t sV) {
     if constexpr (decltype(with_scores)::value) {
 #pragma unroll
       for (int n = 0; n < 2; ++n)
@@ -286,10 +290,11 @@ __global__ void __launch_bounds__(DecodeTraits<SLICE, ROW_HALVES>::THREADS, 1) d
         if constexpr (WARP_DIMS == 16) {
 #pragma unroll
           for (int n = 0; n < 2; ++n)
-            load_matrices_transposed(v[n], sV + tile_offset<SLICE / CHUNK>((i + n) * 16 + (lane & 15), 2 * warp + (lane >> 4)));
+            load_matrices_transposed(v[n],
+                                     sV + tile_offset<SLICE / CHUNK>((i + n) * MMA_K + (lane & 15), 2 * warp + (lane >> 4)));
         } else {  // one load holds eight dims of both slices
           uint32_t both[4];
-          load_matrices_transposed(both, sV + tile_offset<SLICE / CHUNK>(i * 16 + lane, warp));
+          load_matrices_transposed(both, sV + tile_offset<SLICE / CHUNK>(i * MMA_K + lane, warp));
           v[0][0] = both[0], v[0][1] = both[1], v[1][0] = both[2], v[1][1] = both[3];
         }
 #pragma unroll
@@ -308,7 +313,7 @@ __global__ void __launch_bounds__(DecodeTraits<SLICE, ROW_HALVES>::THREADS, 1) d
     for (int r = 0; r < ROW_HALVES; ++r) {
       if (visible < BLOCK_N) {
 #pragma unroll
-        for (int n = 0; n < 2; ++n) mask_row(s[n][2 * r], s[n][2 * r + 1], 2 * warp + n, lane, visible);
+        for (int n = 0; n < 2; ++n) mask_pair(s[n][2 * r], s[n][2 * r + 1], 2 * warp + n, lane, visible);
       }
       const float top =
           numerics::maximum(numerics::maximum(s[0][2 * r], s[0][2 * r + 1]), numerics::maximum(s[1][2 * r], s[1][2 * r + 1]));
@@ -321,7 +326,7 @@ __global__ void __launch_bounds__(DecodeTraits<SLICE, ROW_HALVES>::THREADS, 1) d
 #pragma unroll
     for (int r = 0; r < ROW_HALVES; ++r) {
       float h;
-      alpha[r] = advance_row(shared, head[r], m[r], h);
+      alpha[r] = next_maximum(shared, head[r], m[r], h);
       float4 chain;
       chain.x = numerics::probability(s[0][2 * r], h);
       chain.y = numerics::probability(s[0][2 * r + 1], h);
@@ -339,8 +344,8 @@ __global__ void __launch_bounds__(DecodeTraits<SLICE, ROW_HALVES>::THREADS, 1) d
   if (tiles > 0) {
     wait_copies<STAGES - 1>();
     __syncthreads();
-    if (!sums) {
-      advance(with, without, shared_address(shared.sK[0]), 0);
+    if (!is_sum_warp) {
+      multiply_tiles(with, without, shared_address(shared.sK[0]), 0);
       publish_maximum(0);
     }
   }
@@ -348,12 +353,13 @@ __global__ void __launch_bounds__(DecodeTraits<SLICE, ROW_HALVES>::THREADS, 1) d
   for (int64_t step = 0; step < tiles; ++step) {
     __syncthreads();  // the tile's maxima are there; K of this step, V and p of the last one have been read
     float alpha[ROW_HALVES];
-    if (sums) {
+    if (is_sum_warp) {
       float h;
-      alpha[0] = advance_row(shared, sum_row, m[0], h);
+      alpha[0] = next_maximum(shared, sum_row, m[0], h);
     } else {
       publish_probabilities(alpha);
-      load(step + STAGES, stage, step + STAGES - 1, stage == 0 ? STAGES - 1 : stage - 1);
+      const int previous_stage = stage == 0 ? STAGES - 1 : stage - 1;
+      load(step + STAGES, stage, step + STAGES - 1, previous_stage);
     }
     wait_copies<STAGES - 1>();
     __syncthreads();  // P of this tile, its V, and the next tile's K are there
@@ -361,22 +367,22 @@ __global__ void __launch_bounds__(DecodeTraits<SLICE, ROW_HALVES>::THREADS, 1) d
     const int next_stage = stage + 1 == STAGES ? 0 : stage + 1;
     const uint32_t sK = shared_address(shared.sK[next_stage]), sV = shared_address(shared.sV[stage]);
     const bool more = step + 1 < tiles;
-    if (sums) {
+    if (is_sum_warp) {
       l = sum_chain(shared.sChain[half][lane], l, alpha[0]);
     } else {
 #pragma unroll
       for (int b = 0; b < WARP_BLOCKS; ++b)
 #pragma unroll
         for (int e = 0; e < 2 * ROW_HALVES; ++e) o[b][e] = numerics::multiply(o[b][e], alpha[e / 2]);
-      if (more && owns_values) advance(with, with, sK, sV);
-      if (more && !owns_values) advance(with, without, sK, sV);
-      if (!more && owns_values) advance(without, with, sK, sV);
+      if (more && owns_values) multiply_tiles(with, with, sK, sV);
+      if (more && !owns_values) multiply_tiles(with, without, sK, sV);
+      if (!more && owns_values) multiply_tiles(without, with, sK, sV);
       if (more) publish_maximum(step + 1);
     }
     stage = next_stage;
   }
 
-  if (sums) {
+  if (is_sum_warp) {
     const float sum = numerics::quad_sum(l);
     if (lane % 4 == 0) {
       shared.sSum[sum_row] = sum;
@@ -384,9 +390,10 @@ __global__ void __launch_bounds__(DecodeTraits<SLICE, ROW_HALVES>::THREADS, 1) d
         p.lse[seq.batch * p.lse_stride[0] + (head_q + sum_row) * p.lse_stride[1]] = numerics::log_sum_exp(m[0], sum);
     }
   }
-  __syncthreads();  // the row sums are there
+  __syncthreads();  // the row is_sum_warp are there
   if (!owns_values) return;
-  bf16* gO = static_cast<bf16*>(p.o) + offset(p.o_stride, seq, head_q) + slice * SLICE + warp * WARP_DIMS + 2 * (lane % 4);
+  bf16* gO =
+      static_cast<bf16*>(p.o) + element_offset(p.o_stride, seq, head_q) + slice * SLICE + warp * WARP_DIMS + 2 * (lane % 4);
 #pragma unroll
   for (int r = 0; r < ROW_HALVES; ++r) {
     if (head[r] >= group) continue;
@@ -406,10 +413,10 @@ int decode_slices(int64_t kv_heads, int num_sms) {
   while (slices < 4 && kv_heads * slices * 2 <= num_sms) slices *= 2;
   return slices;
 }
-// KV heads whose K and V (2 * 256 bytes a key) may occupy L2 together.
+// KV heads whose K and V may occupy L2 together: about half of the 40 MB and more that these GPUs have.
 int64_t prefill_section(int64_t kv_heads, int64_t keys) {
-  constexpr int64_t L2_BUDGET_BYTES = 24 << 20;
-  const int64_t fit = L2_BUDGET_BYTES / (keys * 4 * HEAD_DIM);
+  constexpr int64_t L2_BUDGET_BYTES = 24 << 20, KEY_BYTES = 2 * HEAD_DIM * sizeof(bf16);
+  const int64_t fit = L2_BUDGET_BYTES / (keys * KEY_BYTES);
   return fit < 1 ? 1 : fit < kv_heads ? fit : kv_heads;
 }
 
@@ -421,45 +428,44 @@ enum Error {
   MISALIGNED = -5,
   PAGED = -6,
   PACKED_ENTRY = -7,
-  TOO_LARGE = -8
+  TOO_LARGE = -8,
+  SMALL_SHARED_MEMORY = -9
 };
 
-bool aligned(const void* pointer, const int64_t (&stride)[3]) {
-  return reinterpret_cast<uintptr_t>(pointer) % 16 == 0 && stride[0] % CHUNK == 0 && stride[1] % CHUNK == 0 &&
+bool aligned(const void* pointer, const int64_t (&stride)[3], bool packed) {
+  return reinterpret_cast<uintptr_t>(pointer) % 16 == 0 && (packed || stride[0] % CHUNK == 0) && stride[1] % CHUNK == 0 &&
          stride[2] % CHUNK == 0;
 }
 int check(const UnifiedAttnParams* p) {
   if (!p || !p->q || !p->k || !p->v || !p->o) return NULL_POINTER;
   if (p->page_table) return PAGED;
   if (p->batch < 1 || p->heads_q < 1 || p->heads_kv < 1 || p->seqlen_q < 1 || p->seqlen_kv < 1) return BAD_SIZE;
+  // With these bounds no product of sizes below leaves 64 bits; the grid is checked once more in launch().
+  if (p->seqlen_q > INT32_MAX || p->seqlen_kv > INT32_MAX || p->batch > INT32_MAX || p->heads_q > INT32_MAX / p->batch)
+    return TOO_LARGE;
   if (p->heads_q % p->heads_kv || p->heads_q / p->heads_kv > MAX_GROUP) return BAD_GROUP;
-  if (!aligned(p->q, p->q_stride) || !aligned(p->k, p->k_stride) || !aligned(p->v, p->v_stride) || !aligned(p->o, p->o_stride))
+  const bool packed = p->cu_seqlens;
+  if (!aligned(p->q, p->q_stride, packed) || !aligned(p->k, p->k_stride, packed) || !aligned(p->v, p->v_stride, packed) ||
+      !aligned(p->o, p->o_stride, packed))
     return MISALIGNED;
   return 0;
 }
 
-// Dynamic shared memory above 48 KiB has to be allowed once per kernel and device.
-template <auto KERNEL>
-cudaError_t allow_shared_memory(int device, int bytes) {
-  static std::atomic<uint64_t> allowed{0};
-  const uint64_t bit = device < 64 ? uint64_t{1} << device : 0;
-  if (allowed.load() & bit) return cudaSuccess;
-  const cudaError_t error = cudaFuncSetAttribute(KERNEL, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  if (error == cudaSuccess) allowed.fetch_or(bit);
-  return error;
-}
 template <auto KERNEL, typename... Arguments>
 int launch(int64_t ctas, int threads, size_t shared_bytes, void* stream, const Arguments&... arguments) {
   if (ctas > INT32_MAX) return TOO_LARGE;
-  int device = 0;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error == cudaSuccess) error = allow_shared_memory<KERNEL>(device, static_cast<int>(shared_bytes));
-  if (error != cudaSuccess) return cudaGetLastError(), error;
+  // Asked for in every call: the setting belongs to the current device and context, and costs less than a launch.
+  const cudaError_t error =
+      cudaFuncSetAttribute(KERNEL, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes));
+  if (error != cudaSuccess) {
+    cudaGetLastError();  // it is returned here, not by the next call
+    return error == cudaErrorInvalidValue ? SMALL_SHARED_MEMORY : static_cast<int>(error);
+  }
   KERNEL<<<static_cast<unsigned>(ctas), threads, shared_bytes, static_cast<cudaStream_t>(stream)>>>(arguments...);
   return cudaGetLastError();
 }
 
-int launch_rows(const UnifiedAttnParams* p, void* stream) {
+int launch_prefill(const UnifiedAttnParams* p, void* stream) {
   PrefillSchedule schedule;
   schedule.blocks = (p->seqlen_q + BLOCK_M - 1) / BLOCK_M;
   schedule.kv_heads = p->batch * p->heads_kv;
@@ -484,13 +490,13 @@ int launch_decode(const UnifiedAttnParams* p, void* stream) {
 extern "C" int unified_prefill(const UnifiedAttnParams* p, void* stream) {
   if (const int error = check(p)) return error;
   if (p->seqlen_q != p->seqlen_kv || p->lengths) return BAD_QUERY_LENGTH;
-  return launch_rows(p, stream);
+  return launch_prefill(p, stream);
 }
 extern "C" int unified_extend(const UnifiedAttnParams* p, void* stream) {
   if (const int error = check(p)) return error;
   if (p->cu_seqlens) return PACKED_ENTRY;
   if (p->seqlen_q > p->seqlen_kv) return BAD_QUERY_LENGTH;
-  return launch_rows(p, stream);
+  return launch_prefill(p, stream);
 }
 extern "C" int unified_decode(const UnifiedAttnParams* p, void* stream) {
   if (const int error = check(p)) return error;
@@ -532,7 +538,9 @@ extern "C" const char* unified_attn_error(int code) {
     case PACKED_ENTRY:
       return "packed sequences are for prefill only";
     case TOO_LARGE:
-      return "more than 2147483647 blocks of work in one call";
+      return "a size, or the number of blocks of work, above 2147483647";
+    case SMALL_SHARED_MEMORY:
+      return "this GPU gives a block less shared memory than the kernel needs (about 160 KiB)";
     default:
       return code > 0 ? cudaGetErrorString(static_cast<cudaError_t>(code)) : "unknown error";
   }

@@ -21,7 +21,7 @@ constexpr int QUERY_SLICES = HEAD_DIM / MMA_K;
 constexpr int KEY_SLICES = BLOCK_N / MMA_K;
 constexpr int NUM_WARPS = 8;
 constexpr int NUM_THREADS = NUM_WARPS * 32;
-constexpr int MAX_GROUP = 16;                    // query heads that share a KV head: the M of one MMA
+constexpr int MAX_GROUP = MMA_M;                    // query heads that share a KV head: the M of one MMA
 constexpr int CHUNK = 8;                         // bf16 elements of a 16-byte copy
 constexpr int TILE_BYTES = BLOCK_N * HEAD_DIM * 2;
 
@@ -94,12 +94,12 @@ __device__ __forceinline__ void load_query(uint32_t (&q)[QUERY_SLICES][4], const
 
 // Address of a lane's row for load_matrices on K: one x4 load feeds two n8 blocks (16 keys) of one k16 slice of dims.
 __device__ __forceinline__ uint32_t key_fragment(uint32_t tile, int key_slice, int dim_slice, int lane) {
-  const int row = key_slice * 16 + ((lane >> 4) << 3) + (lane & 7);
+  const int row = key_slice * MMA_K + ((lane >> 4) << 3) + (lane & 7);
   return tile + tile_offset<HEAD_DIM / CHUNK>(row, 2 * dim_slice + ((lane >> 3) & 1));
 }
 
 // Scores at or past `visible` (a key index relative to the tile) become -inf. s holds a row's two columns of n8 block `block`.
-__device__ __forceinline__ void mask_row(float& s0, float& s1, int block, int lane, int64_t visible) {
+__device__ __forceinline__ void mask_pair(float& s0, float& s1, int block, int lane, int64_t visible) {
   const int column = block * MMA_N + 2 * (lane % 4);
   if (column >= visible) s0 = MINUS_INFINITY;
   if (column + 1 >= visible) s1 = MINUS_INFINITY;
@@ -123,7 +123,7 @@ __device__ __forceinline__ Sequence sequence_of(const UnifiedAttnParams& p, int6
   }
   return {p.seqlen_q, keys, 0, b};
 }
-__device__ __forceinline__ int64_t offset(const int64_t (&stride)[3], const Sequence& s, int64_t head) {
+__device__ __forceinline__ int64_t element_offset(const int64_t (&stride)[3], const Sequence& s, int64_t head) {
   return s.batch * stride[0] + head * stride[1] + s.first_row * stride[2];
 }
 

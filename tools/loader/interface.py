@@ -55,7 +55,8 @@ class Kernel:
         """Whole sequences, dense (Sq = Skv) or packed (cu_seqlens); query i sees keys 0 .. i of its sequence.
 
         max_seqlen is the longest packed sequence; without it cu_seqlens is read (and checked), which no graph capture
-        allows. Offsets that are not read are the caller's promise: from 0 to total, never falling.
+        allows. Offsets that are not read are the caller's promise: from 0 to total, never falling, no sequence
+        longer than max_seqlen. Rows that break it are not written.
         """
         if cu_seqlens is None:
             if max_seqlen is not None:
