@@ -330,3 +330,19 @@ def test_reports_name_programs_without_their_folders() -> None:
     assert without_folder("/some/where/bin/g++") == "g++"
     assert without_folder("-Isrc/experimental") == "-Isrc/experimental"
     assert without_folder("kernel.cu") == "kernel.cu"
+
+
+def test_floors_are_those_of_the_machine_at_hand() -> None:
+    """A compatibility run on a faster card must not be refused by the slower card's peaks, nor stay in its larger L2."""
+    from tools.core.config import load_target
+    from tools.evaluator.timing import machine_section
+
+    slow, fast = load_target("a100"), load_target("h200").config["target"]
+    here = {"name": fast["gpu_names"][0], "l2_bytes": 62914560}
+    assert machine_section(slow, here)["peak_tflops"] == fast["peak_tflops"] > slow.config["target"]["peak_tflops"]
+    assert machine_section(slow, here)["l2_bytes"] == 62914560
+    unknown = machine_section(slow, {"name": "a card of no target", "l2_bytes": 1 << 20})
+    assert unknown["peak_tflops"] >= fast["peak_tflops"] and unknown["l2_bytes"] == 1 << 20
+    own = {"name": slow.config["target"]["gpu_names"][0], "l2_bytes": 1}
+    assert machine_section(slow, own) == slow.config["target"]
+    assert machine_section(load_target("cpu"), None) == load_target("cpu").config["target"]

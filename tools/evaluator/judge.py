@@ -24,7 +24,7 @@ from tools.evaluator.baselines import Baselines
 from tools.evaluator.cases import CHECKS, Context
 from tools.evaluator.grids import cells, grid
 from tools.evaluator.runner import START_TIMEOUT_S, Runner, Stop, WorkerFailure
-from tools.evaluator.timing import EFFORTS, Mismatch, Racer, Refused, Timer
+from tools.evaluator.timing import EFFORTS, Mismatch, Racer, Refused, Timer, machine_section
 from tools.loader.build import Built, build
 from tools.loader.device import check_machine, resolve_device
 
@@ -311,7 +311,7 @@ class Judge:
         self.baselines.await_compilation()
         timer = Timer(
             self.arena,
-            self.target.config["target"],
+            machine_section(self.target, self.record["environment"]["gpu"]),
             self.limits,
             self.heads,
             self.target.config["contract"]["tile"],

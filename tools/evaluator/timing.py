@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from tools.core.config import Target, load_target, target_names
 from tools.evaluator import oracle
 from tools.evaluator.arena import Arena
 from tools.evaluator.compare import poison_, unwritten, words_differ
@@ -97,8 +98,24 @@ def floor_us(cell: Cell, heads: tuple[int, int], target: dict[str, Any], mode: s
     return 1e6 * float(max(operations, moved / (target["peak_bandwidth_gbps"] * 1e9) if mode == "cold" else 0.0))
 
 
+def machine_section(target: Target, gpu: dict[str, Any] | None) -> dict[str, Any]:
+    """l2_bytes and peaks of the machine at hand, for floors and cold inputs.
+
+    gpu: {"name", "l2_bytes"} of the device, None for the CPU. On a target's own GPU its config states them. In a
+    compatibility run the target that has this GPU does; where none has, the highest peaks of all targets bound it.
+    """
+    own = dict(target.config["target"])
+    if gpu is None or gpu["name"] in own["gpu_names"]:
+        return own
+    others = [load_target(name).config["target"] for name in target_names()]
+    others = [section for section in others if section["device"] == own["device"]]
+    known = [section for section in others if gpu["name"] in section["gpu_names"]]
+    bounds = {key: max(section[key] for section in known or others) for key in ("peak_tflops", "peak_bandwidth_gbps")}
+    return {**own, **bounds, "l2_bytes": gpu["l2_bytes"] or max(section["l2_bytes"] for section in known or others)}
+
+
 class Timer:
-    """Times cells. `target` is the config's target section; `limits` its limits."""
+    """Times cells. `target` has the machine's l2_bytes, peak_tflops and peak_bandwidth_gbps; `limits` are the config's."""
 
     def __init__(
         self,
