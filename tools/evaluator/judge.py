@@ -199,6 +199,9 @@ class Judge:
             if note:
                 self.record["compatibility"] = True
                 self.record["notes"].append(note)
+                self.record["notes"].append(
+                    "this run shows that the build agrees with itself here, nothing of the target's bits or speed"
+                )
             self.record["environment"] = environment.record(self.device)
             self.record["hashes"]["environment"] = sha256_json(report.finite(self.record["environment"]))
             self.arena = Arena(self.device, self._chunk_bytes())
@@ -359,7 +362,7 @@ class Judge:
             self._promotion(first, root)
         self.record.update(status="PASSED", reason=None)
         if self.record["compatibility"]:
-            self.record["notes"].append("the times of a compatibility run are proxies and enter no result")
+            self.record["notes"].append("times of a compatibility run are proxies and enter no result")
 
     def _promotion(self, first: list[dict[str, Any]], root: dict[str, float] | None) -> None:
         problems = objective.admissible(first, root, self.limits["max_slowdown"]) if root is not None else []
