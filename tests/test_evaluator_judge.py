@@ -234,6 +234,11 @@ def test_wrong_usage_is_one_line(repo: Path, tmp_path: Path) -> None:
         [*output, "--root-report", str(tmp_path / "none.json")],
         ["--output", str(blocked / "report.json")],
         [*output, "--seed", "-1"],
+        [*output, "--seed", "abc"],
+        [*output, "--only", ","],
+        [*output, "--cases", "some"],
+        [*output, "--bogus"],
+        [],
     ):
         got = run(*arguments, cwd=repo)
         assert got.returncode == 2, (arguments, got.stderr)

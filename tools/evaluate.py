@@ -23,16 +23,19 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tools.core.config import target_names
-from tools.core.errors import UserError, run_command
+from tools.core.errors import CommandParser, UserError, run_command
 from tools.core.files import show_path
 
 
 def _names(text: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in text.split(",") if name.strip())
+    names = tuple(name.strip() for name in text.split(",") if name.strip())
+    if not names:
+        raise argparse.ArgumentTypeError(f"{text!r} names nothing")
+    return names
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = CommandParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--gpu", metavar="TARGET", help=f"one of: {', '.join(target_names())}")
     parser.add_argument("--config", type=Path, help="a config file in place of the target's own")
     parser.add_argument("--output", type=Path, required=True, help="where the report goes; must not exist")

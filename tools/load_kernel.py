@@ -9,7 +9,6 @@ As a module: `from tools.load_kernel import load_kernel`. Measures nothing. Exit
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import sys
@@ -20,7 +19,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tools.core.config import load_target, target_names
-from tools.core.errors import UserError, run_command
+from tools.core.errors import CommandParser, UserError, run_command
 from tools.core.hashes import update_hashes
 from tools.loader.build import build, print_built
 
@@ -37,7 +36,7 @@ def load_kernel(gpu: str | None, **options: Any) -> Kernel:
 
 def main(arguments: list[str] | None = None) -> int:
     """Parse, build, load, print."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = CommandParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--gpu", metavar="TARGET", help=f"one of: {', '.join(target_names())}")
     parser.add_argument("--config", type=Path, help="a config file in place of the target's own")
     parser.add_argument("--source", type=Path, help="a candidate in place of the config's source")

@@ -10,7 +10,6 @@ in words) or `summary` (one line of geometric means). Medians are taken from the
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import sys
@@ -21,7 +20,7 @@ from typing import Any
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tools.core.errors import UserError, run_command
+from tools.core.errors import CommandParser, UserError, run_command
 from tools.core.files import REPO_ROOT, show_path
 from tools.evaluator.statistics import geometric_mean, median
 
@@ -108,7 +107,7 @@ def rendered(text: str, where: str, root: Path = REPO_ROOT) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = CommandParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 where a table differs")
     options = parser.parse_args(arguments)
     stale = 0

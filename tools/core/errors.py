@@ -6,9 +6,11 @@ Ctrl-C becomes one line and exit code 130. Anything else is a defect and keeps i
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from collections.abc import Callable
+from typing import NoReturn
 
 
 class UserError(Exception):
@@ -33,6 +35,13 @@ class KernelError(UserError):
     def __init__(self, message: str, code: int) -> None:
         super().__init__(message)
         self.code = code
+
+
+class CommandParser(argparse.ArgumentParser):
+    """A parser whose usage errors are UserErrors: one line, like all others."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message} (see {self.prog} --help)")
 
 
 def run_command(main: Callable[[], int]) -> int:
