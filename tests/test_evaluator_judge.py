@@ -101,12 +101,38 @@ def test_root_report_gives_references(passed: dict[str, Any], tmp_path: Path) ->
     path = tmp_path / "root.json"
     report.write(path, json.loads(json.dumps(passed)))
     target = evaluator_tools.load_target("cpu")
-    assert set(report.root_latencies(path, target)) == {cell["name"] for cell in passed["timing"]["cells"]}
-    other = json.loads(json.dumps(passed))
-    other["target"]["sections"]["contract"] = "0" * 64
-    report.write(tmp_path / "other.json", other)
-    with pytest.raises(UserError, match="another contract"):
-        report.root_latencies(tmp_path / "other.json", target)
+    source = target.config["kernel"]["sha256"]
+    found = report.latencies(report.root(path, target, source))
+    assert set(found) == {cell["name"] for cell in passed["timing"]["cells"]}
+    with pytest.raises(UserError, match="another source"):
+        report.root(path, target, "0" * 64)
+    for number, (where, value, words) in enumerate(
+        [
+            (("target", "sections", "contract"), "0" * 64, "another contract"),
+            (("run", "guards_off"), ["verify"], "verify was off"),
+            (("compatibility",), True, "only a pass"),
+        ]
+    ):
+        other = json.loads(json.dumps(passed))
+        inner = other
+        for key in where[:-1]:
+            inner = inner[key]
+        inner[where[-1]] = value
+        report.write(tmp_path / f"{number}.json", other)
+        with pytest.raises(UserError, match=words):
+            report.root(tmp_path / f"{number}.json", target, source)
+    with pytest.raises(UserError, match=r"environment\.processor"):
+        report.refuse_other_machine(passed, {**passed["environment"], "processor": "another"})
+
+
+def test_one_byte_of_a_report_is_noticed(passed: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    text = json.dumps(passed, indent=1)
+    median = passed["timing"]["cells"][0]["modes"]["cold"]["kernels"]["candidate"]["median_us"]
+    assert str(median) in text
+    path.write_text(text.replace(f'"median_us": {median}', f'"median_us": {median + 1}', 1))
+    with pytest.raises(UserError, match=r"hashes\.report"):
+        report.read(path)
 
 
 # ---------------------------------------------------------------- failures become statuses
@@ -176,7 +202,7 @@ def test_behaving_until_the_checks_are_over(
     monkeypatch.setattr(judge, "CHECKS", {})
     source = evaluator_tools.perturbed(tmp_path, bench.honest, "late_change")
     got = evaluate(tmp_path, source=source)
-    assert got["status"] == "BIT_MISMATCH" and "timed calls" in got["reason"]
+    assert got["status"] == "BIT_MISMATCH" and "differs from the witness's" in got["reason"], got["reason"]
 
 
 def test_time_below_the_floor_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import os
 import random
+import socket
+import threading
 from typing import Any
 
 import pytest
@@ -120,8 +122,8 @@ def test_worker_sees_what_the_judge_wrote() -> None:
         part = tensor[1:, :, 2:4].expand(4, -1, -1, -1)
         ref = arena.ref(part)
         assert ref is not None
-        handle = arena.handle(ref["chunk"])
-        mapping.open(handle["chunk"], handle["handle"], handle["bytes"])
+        handle, descriptors = arena.handle(ref["chunk"])
+        mapping.open(handle["chunk"], handle["handle"], handle["bytes"], os.dup(descriptors[0]))
         assert torch.equal(mapping.tensor(ref), part)
         assert (tensor.data_ptr() - 48) % 256 == 0
         mapping.tensor(ref)[0, 0, 0, 0] = 9.0
@@ -145,35 +147,65 @@ def test_kept_memory_outlives_scopes() -> None:
 # ---------------------------------------------------------------- messages
 
 
-def pipes() -> tuple[Channel, int, int]:
-    to_us, them = os.pipe()
-    theirs, ours = os.pipe()
-    return Channel(to_us, ours), them, theirs
+def pair() -> tuple[Channel, socket.socket]:
+    ours, theirs = socket.socketpair()
+    return Channel(ours), theirs
 
 
 def test_channel_refuses_what_is_no_message() -> None:
-    channel, them, theirs = pipes()
+    channel, them = pair()
     channel.send({"id": 1})
-    assert os.read(theirs, 100) == b'{"id":1}\n'
+    assert them.recv(100) == b'{"id":1}\n'
     with pytest.raises(ChannelTimeout):
         channel.receive(0.05)
-    os.write(them, b'{"id": 2}\nnot json\n[1]\n')
+    them.send(b'{"id": 2}\nnot json\n[1]\n' + b"[" * 5000 + b"]" * 5000 + b"\n")
     assert channel.receive(1) == {"id": 2}
-    for _ in range(2):
+    for _ in range(3):
         with pytest.raises(ChannelGarbage):
             channel.receive(1)
-    os.close(them)
+    them.close()
     with pytest.raises(ChannelClosed):
         channel.receive(1)
-    os.close(theirs)
     with pytest.raises(ChannelClosed):
         channel.send({"id": 3})
 
 
 def test_channel_does_not_wait_for_ever_to_send() -> None:
-    channel, _, _ = pipes()
+    channel, _them = pair()
     with pytest.raises(ChannelTimeout):
         channel.send({"data": "x" * (1 << 20)}, timeout_s=0.1)
+
+
+def test_channel_gives_up_on_an_endless_message() -> None:
+    channel, them = pair()
+    feeder = threading.Thread(target=lambda: [them.send(b"x" * (1 << 20)) for _ in range(20)], daemon=True)
+    feeder.start()
+    with pytest.raises(ChannelGarbage, match="more than"):
+        channel.receive(30)
+    channel.close()
+
+
+def test_descriptors_travel_and_unwanted_ones_are_closed() -> None:
+    ours, theirs = socket.socketpair()
+    first, second = Channel(ours), Channel(theirs)
+    descriptor = os.memfd_create("x")
+    first.send({"id": 1}, descriptors=(descriptor,))
+    assert second.receive(1) == {"id": 1}
+    (got,) = second.descriptors
+    assert os.path.sameopenfile(got, descriptor)
+    second.refuse_descriptors()
+    with pytest.raises(OSError):
+        os.fstat(got)
+    os.close(descriptor)
+
+
+def test_closed_memory_is_apart() -> None:
+    arena = Arena("cpu", 1 << 22)
+    with arena.scope():
+        seen, hidden = arena.ref(arena.empty((8,))), arena.ref(arena.empty((8,), closed=True))
+        assert seen is not None and hidden is not None
+        assert not arena.closed(seen["chunk"]) and arena.closed(hidden["chunk"])
+    assert arena.closed(arena.ref(arena.keep(10, closed=True))["chunk"])  # type: ignore[index]
 
 
 # ---------------------------------------------------------------- inputs, cells, floor

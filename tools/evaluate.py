@@ -41,7 +41,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, required=True, help="where the report goes; must not exist")
     parser.add_argument("--source", type=Path, help="a candidate in place of the config's source")
     parser.add_argument("--root", type=Path, help="source of the root: no cell may be slower by more than limits.max_slowdown")
-    parser.add_argument("--root-report", type=Path, help="a passed report in place of --root")
+    parser.add_argument("--root-report", type=Path, help="a passed report of the root, in place of measuring it again")
     parser.add_argument("--incumbent", type=Path, help="source of the incumbent: decides about promotion")
     parser.add_argument("--cases", choices=("quick", "full"), default="full")
     parser.add_argument("--require", type=_names, default=(), metavar="NAME,...", help="baselines that must be available")
@@ -81,8 +81,6 @@ def main(arguments: list[str] | None = None) -> int:
         raise UserError("name a target (--gpu) or a config file (--config)")
     if args.seed is not None and args.seed < 0:
         raise UserError(f"--seed {args.seed} is negative")
-    if args.root is not None and args.root_report is not None:
-        raise UserError("--root and --root-report exclude each other")
     from rich.console import Console
 
     from tools.evaluator import judge, table

@@ -1,8 +1,9 @@
 """Memory that the judge owns and its workers see: every input, output, LSE and workspace of an evaluation lies here.
 
 An arena is a list of big chunks. The judge allocates from them by bumping a pointer and takes everything of a scope
-back at once; a worker maps a chunk when it first needs it. CPU chunks are anonymous shared memory (memfd), CUDA chunks
-are device allocations shared through CUDA IPC. Chunks are mapped once and never move.
+back at once; a worker maps a chunk when it first needs it. CPU chunks are anonymous shared memory (memfd, whose
+descriptor is handed over), CUDA chunks are device allocations shared through CUDA IPC. Chunks are mapped once and never
+move. *Closed* chunks hold what the candidate must not see, the outputs of everything else: its worker never maps them.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from tools.evaluator.protocol import ITEM_BYTES
 
 ALIGN_BYTES = 256
 GRANULE_BYTES = 1 << 21  # chunks are whole device pages, so that no two share an IPC handle
+CLOSED_SHARE = 2  # closed chunks hold outputs only: they are this much smaller
 Ref = dict[str, Any]
 
 
@@ -28,19 +30,17 @@ Ref = dict[str, Any]
 
 
 class CpuChunk:
-    """Shared host memory. The handle is a path under /proc that another process of the same user can open."""
+    """Shared host memory, shared by handing its descriptor over."""
 
-    def __init__(self, nbytes: int, handle: str | None = None) -> None:
+    handle = ""
+
+    def __init__(self, nbytes: int, handle: str | None = None, descriptor: int | None = None) -> None:
         self.nbytes = nbytes
-        if handle is None:
-            fd = os.memfd_create("arena")
-            os.ftruncate(fd, nbytes)
-            self.handle = f"/proc/{os.getpid()}/fd/{fd}"
-        else:
-            fd = os.open(handle, os.O_RDWR)
-            self.handle = handle
-        self._map = mmap.mmap(fd, nbytes)
-        self._fd = fd
+        if descriptor is None:
+            descriptor = os.memfd_create("arena")
+            os.ftruncate(descriptor, nbytes)
+        self.descriptors: tuple[int, ...] = (descriptor,)
+        self._map = mmap.mmap(descriptor, nbytes)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
 
     def bytes_tensor(self) -> Any:
@@ -69,7 +69,9 @@ class _DeviceArray:
 class CudaChunk:
     """Device memory of the primary context of torch's current device. The handle is a CUDA IPC handle in hex."""
 
-    def __init__(self, nbytes: int, handle: str | None = None) -> None:
+    descriptors: tuple[int, ...] = ()
+
+    def __init__(self, nbytes: int, handle: str | None = None, descriptor: int | None = None) -> None:
         import torch
 
         torch.zeros(1, device="cuda")  # makes the primary context current on this thread
@@ -123,9 +125,9 @@ class Mapping:
         self._chunks: dict[int, Any] = {}
         self._bytes: dict[int, Any] = {}
 
-    def open(self, chunk: int, handle: str, nbytes: int) -> None:
+    def open(self, chunk: int, handle: str, nbytes: int, descriptor: int | None) -> None:
         if chunk not in self._chunks:
-            self._chunks[chunk] = CHUNKS[self._device](nbytes, handle)
+            self._chunks[chunk] = CHUNKS[self._device](nbytes, handle, descriptor)
 
     def pointer(self, ref: Ref | None) -> int | None:
         return None if ref is None else self._chunks[ref["chunk"]].address + ref["offset"]
@@ -160,6 +162,7 @@ class _Chunk:
     tensor: Any
     used: int = 0
     kept: bool = False  # outside all scopes
+    closed: bool = False  # not for the candidate
 
 
 class Arena:
@@ -170,24 +173,27 @@ class Arena:
         self._chunk_bytes = chunk_bytes
         self._chunks: list[_Chunk] = []
 
-    def _add_chunk(self, nbytes: int, *, kept: bool = False) -> _Chunk:
-        size = max(0 if kept else self._chunk_bytes, -(-nbytes // GRANULE_BYTES) * GRANULE_BYTES)
-        memory = CHUNKS[self.device](size)
-        chunk = _Chunk(len(self._chunks), memory, memory.bytes_tensor(), kept=kept)
+    def _add_chunk(self, nbytes: int, *, kept: bool = False, closed: bool = False) -> _Chunk:
+        least = 0 if kept else self._chunk_bytes // (CLOSED_SHARE if closed else 1)
+        size = max(least, nbytes, 1)
+        memory = CHUNKS[self.device](-(-size // GRANULE_BYTES) * GRANULE_BYTES)
+        chunk = _Chunk(len(self._chunks), memory, memory.bytes_tensor(), kept=kept, closed=closed)
         self._chunks.append(chunk)
         return chunk
 
-    def keep(self, nbytes: int) -> Any:
+    def keep(self, nbytes: int, *, closed: bool = False) -> Any:
         """A uint8 tensor of `nbytes` that no scope takes back."""
-        chunk = self._add_chunk(nbytes, kept=True)
+        chunk = self._add_chunk(nbytes, kept=True, closed=closed)
         return chunk.tensor[:nbytes]
 
-    def bytes(self, nbytes: int, *, skew: int = 0) -> tuple[int, int]:
+    def closed(self, number: int) -> bool:
+        return self._chunks[number].closed
+
+    def bytes(self, nbytes: int, *, skew: int = 0, closed: bool = False) -> tuple[int, int]:
         """(chunk, offset) of fresh memory; its address is a multiple of 256 bytes plus `skew`."""
         need = nbytes + skew + ALIGN_BYTES
-        chunk = next((c for c in self._chunks if not c.kept and c.memory.nbytes - c.used >= need), None) or self._add_chunk(
-            need
-        )
+        fitting = (c for c in self._chunks if not c.kept and c.closed == closed and c.memory.nbytes - c.used >= need)
+        chunk = next(fitting, None) or self._add_chunk(need, closed=closed)
         offset = (chunk.used + ALIGN_BYTES - 1) // ALIGN_BYTES * ALIGN_BYTES + skew
         chunk.used = offset + nbytes
         return chunk.number, offset
@@ -200,17 +206,19 @@ class Arena:
         order: tuple[int, ...] | None = None,
         skew: int = 0,
         pad: int = 0,
+        closed: bool = False,
     ) -> Any:
         """An uninitialised tensor of `shape`, stored densely with its dimensions in `order` (outermost first).
 
-        skew: bytes added to a 256-byte aligned address. pad: bytes kept free before and after the tensor.
+        skew: bytes added to a 256-byte aligned address. pad: bytes kept free before and after the tensor. closed: in
+        memory that the candidate's worker never maps.
         """
         order = order or tuple(range(len(shape)))
         stride, step = [0] * len(shape), 1
         for dim in reversed(order):
             stride[dim] = step
             step *= shape[dim]
-        chunk, offset = self.bytes(step * ITEM_BYTES[dtype] + 2 * pad, skew=skew)
+        chunk, offset = self.bytes(step * ITEM_BYTES[dtype] + 2 * pad, skew=skew, closed=closed)
         ref = {"chunk": chunk, "offset": offset + pad, "dtype": dtype, "shape": list(shape), "stride": stride}
         return view(self._chunks[chunk].tensor, ref)
 
@@ -231,9 +239,10 @@ class Arena:
                 }
         raise AssertionError(f"a tensor of shape {tuple(tensor.shape)} does not lie in the arena")
 
-    def handle(self, number: int) -> dict[str, Any]:
-        chunk = self._chunks[number]
-        return {"chunk": number, "handle": chunk.memory.handle, "bytes": chunk.memory.nbytes}
+    def handle(self, number: int) -> tuple[dict[str, Any], tuple[int, ...]]:
+        """What a worker needs to map a chunk: the arguments of its request, and descriptors to send along."""
+        memory = self._chunks[number].memory
+        return {"chunk": number, "handle": memory.handle, "bytes": memory.nbytes}, memory.descriptors
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from tools.core.config import Target
+from tools.evaluator.passes import Racer
 from tools.evaluator.runner import START_TIMEOUT_S, Runner, Stop, WorkerFailure
-from tools.evaluator.timing import Racer
 
 PHASES = ("full", "decode")
 

@@ -3,6 +3,9 @@
 A check is a function of a Context, registered with the kinds of fault that it is there to find. Inside it, every case
 is `with ctx.case(label)`; `ctx.run` calls the candidate (and, beside every check, the witness with the same call), and
 `ctx.equal` compares raw words. Nothing stops at the first difference: a check reports how much differs and where.
+
+What the candidate returned is copied into the judge's own memory while its worker stands still; the witness and the
+library write into closed memory. So no expected value is ever within the candidate's reach.
 """
 
 from __future__ import annotations
@@ -20,7 +23,9 @@ from tools.evaluator import inputs, oracle
 from tools.evaluator.arena import Arena
 from tools.evaluator.compare import checksum, poison_, unwritten, words_differ
 from tools.evaluator.grids import Cell, Grid
+from tools.evaluator.guards import ALL, Guards
 from tools.evaluator.inputs import Draw
+from tools.evaluator.parts import part_of
 from tools.evaluator.runner import Call, Runner
 
 GUARD_BYTES = 256
@@ -108,7 +113,9 @@ class Context:
         library_layout: str = "bhsd",
         references: dict[str, tuple[Runner, str]] | None = None,
         progress: Callable[[str], None] | None = None,
+        guards: Guards = ALL,
     ) -> None:
+        self.guards = guards
         self.arena, self.candidate, self.witness, self.library = arena, candidate, witness, library
         self.library_layout, self.references = library_layout, references or {}
         self.seed, self.grid, self.tile, self.cells, self.cell_heads, self.limits = seed, grid, tile, cells, heads, limits
@@ -184,16 +191,28 @@ class Context:
 
     # ------------------------------------------------------------ calls
 
-    def call(self, entry: str, q: Any, k: Any, v: Any, *, lse: bool = True, out: Any = None, **options: Any) -> Call:
-        """A call with a poisoned output and LSE, each between guard bytes."""
+    def call(
+        self,
+        entry: str,
+        q: Any,
+        k: Any,
+        v: Any,
+        *,
+        lse: bool = True,
+        out: Any = None,
+        closed: bool = False,
+        **options: Any,
+    ) -> Call:
+        """A call with a poisoned output and LSE, each between guard bytes. closed: not for the candidate."""
         fresh = out is None
+        closed = closed and self.guards.on("closed")
         if fresh:
-            out = self.arena.empty(tuple(q.shape), "bf16", pad=GUARD_BYTES)
+            out = self.arena.empty(tuple(q.shape), "bf16", pad=GUARD_BYTES, closed=closed)
         shape = (q.shape[1], q.shape[0]) if entry == "packed" else tuple(q.shape[:3])
-        lse_out = self.arena.empty(shape, "f32", pad=GUARD_BYTES) if lse else None
+        lse_out = self.arena.empty(shape, "f32", pad=GUARD_BYTES, closed=closed) if lse else None
         call = Call(entry, q, k, v, out, lse_out, **options)
         for tensor in (out, lse_out):
-            if tensor is not None:
+            if tensor is not None and self.guards.on("poison"):
                 poison_(tensor)
         call.extra["guards"] = [g for t in ((out if fresh else None), lse_out) if t is not None for g in self._guards(t)]
         for guard in call.extra["guards"]:
@@ -221,7 +240,7 @@ class Context:
         witness: bool = True,
         **options: Any,
     ) -> tuple[Any, Any]:
-        """Run one call on the candidate and return (o, lse).
+        """Run one call on the candidate and return (o, lse), in the judge's own memory.
 
         finite: the output must be finite too. witness: compare with the witness. The rest goes to the call.
         """
@@ -229,9 +248,16 @@ class Context:
         before = [checksum(t) for t in (q, k, v)]
         self.candidate.run([call], stream=stream)
         self.inspect(call, before, finite=finite)
+        result = self.taken(call)
         if witness:
-            self.compare_with_witness(call)
-        return call.o, call.lse
+            self.compare_with_witness(call, result)
+        return result
+
+    def taken(self, call: Call) -> tuple[Any, Any]:
+        """A call's output and LSE, copied out of the memory that its worker can still write to."""
+        if not self.guards.on("pause"):
+            return call.o, call.lse
+        return call.o.clone(), None if call.lse is None else call.lse.clone()
 
     def inspect(self, call: Call, before: list[int], *, finite: bool = True) -> None:
         """Outputs written, finite; inputs and guards untouched."""
@@ -280,54 +306,16 @@ class Context:
                 self.label, f"{what}: RMS error {accuracy.rms:.5f} above {bound:.5f} (worst row {accuracy.worst:.5f})"
             )
 
-    def compare_with_witness(self, call: Call) -> None:
+    def compare_with_witness(self, call: Call, result: tuple[Any, Any]) -> None:
         """The same call, or a part of it that fits the budget, on the witness."""
-        if self.witness is None:
+        if self.witness is None or not self.guards.on("witness"):
             return
-        part, take = self._part(call)
+        part, take = part_of(call, self.draw.python, self.grid.witness_flop, self._closed_call)
         self.witness.run([part])
         self.witnessed.cases += 1
-        self.equal(take(call.o), part.o, f"{call.entry} against the witness", self.witnessed)
+        self.equal(take(result[0]), part.o, f"{call.entry} against the witness", self.witnessed)
         if call.lse is not None:
-            self.equal(take(call.lse), part.lse, f"{call.entry} against the witness, LSE", self.witnessed)
+            self.equal(take(result[1]), part.lse, f"{call.entry} against the witness, LSE", self.witnessed)
 
-    def _part(self, call: Call) -> tuple[Call, Callable[[Any], Any]]:
-        """A call that computes part of `call`, and the function that takes the same part of its output or LSE."""
-        packed, q, k = call.entry == "packed", call.q, call.k
-        rows, keys = (call.max_seqlen, call.max_seqlen) if packed else (q.shape[2], k.shape[2])
-        sequences = call.cu_seqlens.shape[0] - 1 if packed else q.shape[0]
-        row_flop = 4.0 * 128 * keys * (0.5 if rows == keys and rows > 1 else 1.0)
-        lse = call.lse is not None
-        options = {"lengths": call.lengths, "cu_seqlens": call.cu_seqlens, "max_seqlen": call.max_seqlen}
-        if row_flop * rows * sequences * q.shape[1] <= self.grid.witness_flop:
-            return self.call(call.entry, q, k, call.v, lse=lse, **options), lambda t: t
-        head = self.draw.python.randrange(k.shape[1])
-        group = q.shape[1] // k.shape[1]
-        one = slice(head * group, head * group + group)
-        if packed:
-            part = self.call("packed", q[:, one], k[:, head : head + 1], call.v[:, head : head + 1], lse=lse, **options)
-            return part, lambda t: t[one] if t.ndim == 2 else t[:, one]
-        b = self.draw.python.randrange(q.shape[0])
-        fit = max(1, int(self.grid.witness_flop / (row_flop * group)))
-        if call.entry == "decode":
-            count = min(q.shape[0] - b, fit)
-            chosen = slice(b, b + count)
-            lengths = None if call.lengths is None else call.lengths[chosen]
-            part = self.call(
-                "decode", q[chosen, one], k[chosen, head : head + 1], call.v[chosen, head : head + 1], lse=lse, lengths=lengths
-            )
-            return part, lambda t: t[chosen, one]
-        # Some last rows of a sequence: an extend over the keys that they see.
-        count = min(rows, fit)
-        last = rows if call.lengths is not None else self.draw.python.randrange(count, rows + 1)
-        seen = keys - rows + last
-        lengths = None if call.lengths is None else call.lengths[b : b + 1]
-        part = self.call(
-            "extend",
-            q[b : b + 1, one, last - count : last],
-            k[b : b + 1, head : head + 1, :seen],
-            call.v[b : b + 1, head : head + 1, :seen],
-            lse=lse,
-            lengths=lengths,
-        )
-        return part, lambda t: t[b : b + 1, one, last - count : last]
+    def _closed_call(self, *args: Any, **options: Any) -> Call:
+        return self.call(*args, closed=True, **options)

@@ -170,7 +170,7 @@ def _reference_output(ctx: Context, cell: Cell, q: Any, k: Any, v: Any) -> tuple
             continue
         order = (0, 1, 2, 3) if layout == "bhsd" else (0, 2, 1, 3)
         theirs = [ctx.copied(t, order=order) for t in (q, k, v)]
-        call = Call(cell.entry, theirs[0], theirs[1], theirs[2], ctx.tensor(*q.shape))
+        call = Call(cell.entry, theirs[0], theirs[1], theirs[2], ctx.arena.empty(tuple(q.shape), closed=True))
         try:
             runner.run([call])
         except WorkerFailure as problem:
@@ -243,7 +243,7 @@ def library(ctx: Context) -> None:
 
 def _library(ctx: Context, entry: str, q: Any, k: Any, v: Any, **options: Any) -> tuple[Any, Any]:
     assert ctx.library is not None
-    call = ctx.call(entry, q, k, v, **options)
+    call = ctx.call(entry, q, k, v, closed=True, **options)
     ctx.library.run([call])
     return call.o, call.lse
 

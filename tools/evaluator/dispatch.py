@@ -12,8 +12,9 @@ from typing import Any
 from tools.evaluator.arena import Arena
 from tools.evaluator.grids import Cell
 from tools.evaluator.inputs import Draw
+from tools.evaluator.passes import Racer
 from tools.evaluator.runner import WorkerFailure
-from tools.evaluator.timing import Racer, Timer
+from tools.evaluator.timing import Timer
 
 BUDGET_S = 25.0
 
@@ -56,8 +57,9 @@ def observe(
 
 def _profile(timer: Timer, cell: Cell, racer: Racer, route: str | None) -> dict[str, Any]:
     try:
-        sets = timer.sets(cell, 1, Draw(1, f"dispatch:{cell.name}", timer.device), {racer.layout})[racer.layout]
-        graph = racer.runner.capture(timer.calls(cell, sets, 1), route=route)
+        inputs = timer.inputs(cell, 1, Draw(1, f"dispatch:{cell.name}", timer.device), {racer.layout})
+        calls, _ = timer.calls(cell, inputs.sets(racer.layout), 1, closed=racer.runner.trusted)
+        graph = racer.runner.capture(calls, route=route)
         racer.runner.replay_all(graph)
         seen = racer.runner.profile(graph)
         racer.runner.drop(graph)

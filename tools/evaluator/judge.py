@@ -1,7 +1,7 @@
 """The process that decides: it draws the inputs, owns the memory, commands the workers, compares, times and reports.
 
-It never loads candidate code. Order: machine, builds, correctness (all of it), baselines, timing, verdict. Whatever
-ends a run early becomes a status, and the report is written.
+It never loads candidate code, and draws the seed after the candidate is loaded. Order: machine, builds, correctness
+(all of it), baselines, timing, verdict. Whatever ends a run early becomes a status, and the report is written.
 """
 
 from __future__ import annotations
@@ -17,17 +17,31 @@ from typing import Any
 
 from tools.core.config import Target, load_target
 from tools.core.errors import BuildError, UserError
-from tools.core.files import sha256_json
-from tools.evaluator import checks, checks_memory, checks_values, counters, dispatch, environment, objective, providers, report
+from tools.core.files import sha256_file, sha256_json
+from tools.evaluator import (
+    checks,
+    checks_memory,
+    checks_values,
+    counters,
+    dispatch,
+    environment,
+    integrity,
+    objective,
+    providers,
+    report,
+)
 from tools.evaluator.arena import Arena
 from tools.evaluator.baselines import Baselines
 from tools.evaluator.cases import CHECKS, Context
-from tools.evaluator.grids import cells, grid
+from tools.evaluator.grids import Grid, cells, grid
+from tools.evaluator.guards import Guards
+from tools.evaluator.passes import Mismatch, Racer, Refused
 from tools.evaluator.runner import START_TIMEOUT_S, Runner, Stop, WorkerFailure
-from tools.evaluator.timing import EFFORTS, Mismatch, Racer, Refused, Timer, machine_section
+from tools.evaluator.timing import EFFORTS, Timer, machine_section
 from tools.loader.build import Built, build
 from tools.loader.device import check_machine, resolve_device
 
+RACING = ["candidate", "root", "incumbent", "twin"]
 _REGISTERED = (checks, checks_memory, checks_values)  # importing them registers the checks
 CHUNK_BYTES = 1 << 30  # of CPU memory, which is taken only when touched
 CUDA_CHUNK_BYTES, CUDA_CHUNK_SHARE = 32 << 30, 0.35  # of device memory: one chunk that fits every cell, a part of what is free
@@ -51,6 +65,10 @@ class Options:
     only: tuple[str, ...] = ()
     timing: bool = True
     command: tuple[str, ...] = ()
+    # Only from Python, for tests: a target and a grid in place of the packaged ones, and guards that are switched off.
+    target: Target | None = None
+    grid: Grid | None = None
+    guards_off: frozenset[str] = frozenset()
 
 
 Show = Callable[[str, str], None]
@@ -63,7 +81,7 @@ def evaluate(options: Options, show: Show) -> dict[str, Any]:
     report.
     """
     report.check_output(options.output)
-    target = load_target(options.gpu, options.config)
+    target = options.target or load_target(options.gpu, options.config)
     if unknown := [name for name in options.only if name not in CHECKS]:
         raise UserError(f"--only: no check {unknown[0]!r}; known: {', '.join(CHECKS)}")
     configured = {name for phase in ("full", "decode") for name in target.config["baselines"][phase]}
@@ -72,20 +90,21 @@ def evaluate(options: Options, show: Show) -> dict[str, Any]:
             raise UserError(
                 f"no baseline {name!r} for target {target.name}; configured: {', '.join(sorted(configured)) or 'none'}"
             )
-    root = report.root_latencies(options.root_report, target) if options.root_report else None
-    seed = secrets.randbits(62) if options.seed is None else options.seed
+    integrity.refuse_weaker(target)
+    root = _root_report(options, target)
     record = report.new(
         target,
         {
             "cases": options.cases,
-            "seed": seed,
+            "seed": options.seed,
             "seed_given": options.seed is not None,
             "only": list(options.only),
             "timed": options.timing,
             "command": list(options.command),
+            "guards_off": sorted(options.guards_off),
         },
     )
-    judge = Judge(options, target, seed, record, root, show)
+    judge = Judge(options, target, record, root, show)
     started = time.monotonic()
     try:
         judge.run()
@@ -111,8 +130,17 @@ def evaluate(options: Options, show: Show) -> dict[str, Any]:
         with _undisturbed():
             judge.close()
             record["run"]["seconds"] = round(time.monotonic() - started, 3)
+            record["run"]["judge_seconds"] = round(max(0.0, time.monotonic() - started - judge.waited_s), 3)
             written = report.write(options.output, record)
     return written
+
+
+def _root_report(options: Options, target: Target) -> dict[str, Any] | None:
+    """The root report, of the packaged kernel or of --root; UserError where it is of anything else."""
+    if options.root_report is None:
+        return None
+    source = sha256_file(options.root) if options.root else target.config["kernel"]["sha256"]
+    return report.root(options.root_report, target, source)
 
 
 @contextmanager
@@ -134,20 +162,24 @@ class Judge:
     """The stages of one run; each fills its part of the report."""
 
     def __init__(
-        self, options: Options, target: Target, seed: int, record: dict[str, Any], root: dict[str, float] | None, show: Show
+        self, options: Options, target: Target, record: dict[str, Any], root: dict[str, Any] | None, show: Show
     ) -> None:
-        self.options, self.target, self.seed, self.record, self.root = options, target, seed, record, root
+        self.options, self.target, self.record, self.root_report = options, target, record, root
+        self.seed = -1  # until the candidate is loaded
+        self.waited_s = 0.0  # for workers that are gone, and for compilers
+        self.guards = Guards(options.guards_off)
         self._show = show
         config = target.config
         self.device: str = config["target"]["device"]
         self.limits: dict[str, Any] = config["limits"]
         self.heads = (int(config["workloads"]["heads_q"]), int(config["workloads"]["heads_kv"]))
-        self.grid = grid(self.device, options.cases)
+        self.grid = options.grid or grid(self.device, options.cases)
         self.cells = cells(config["workloads"], self.grid.cells)
         self.builds: dict[str, Built] = {}
         self.runners: dict[str, Runner] = {}
         self.arena: Any = None
         self.baselines: Any = None
+        self.disk = integrity.Disk([*integrity.evaluator_files(), *target.merged.chain])
         self._stage_name = ""
 
     # ------------------------------------------------------------ plumbing
@@ -177,15 +209,30 @@ class Judge:
 
     def _spawn(self, name: str) -> Runner:
         """Start a worker; its first reply is awaited when it is loaded."""
-        runner = Runner(name, self.arena, self.limits["case_timeout_s"])
+        if self.guards.on("files"):
+            self._refuse_changes()
+        runner = Runner(name, self.arena, self.limits["case_timeout_s"], guards=self.guards)
         self.runners[name] = runner
         runner.post("hello")
         return runner
+
+    def _refuse_changes(self) -> None:
+        if problem := self.disk.changed():
+            raise Stop("REFUSED", problem)
+
+    def _draw_seed(self) -> None:
+        """After the candidate is loaded: nothing that it did before could know the inputs."""
+        if self.options.seed is not None:
+            self.seed = self.options.seed
+        else:
+            self.seed = secrets.randbits(62) if self.guards.on("seed") else 0
+        self.record["run"]["seed"] = self.seed
 
     def close(self) -> None:
         """End all workers at once: none holds anything that is needed."""
         for name, runner in self.runners.items():
             runner.kill()
+            self.waited_s += runner.waited_s
             if runner.log().strip():
                 self.record["logs"][name] = runner.log()[-4000:]
         self.runners.clear()
@@ -204,6 +251,8 @@ class Judge:
                 )
             self.record["environment"] = environment.record(self.device)
             self.record["hashes"]["environment"] = sha256_json(report.finite(self.record["environment"]))
+            if self.root_report is not None:
+                report.refuse_other_machine(self.root_report, self.record["environment"])
             self.arena = Arena(self.device, self._chunk_bytes())
         with self._stage("baselines start"):
             self.baselines = Baselines(self.target, self.options.cases, self.options.require, self.limits)
@@ -213,39 +262,49 @@ class Judge:
             self.record["baselines"] = self.baselines.records
         with self._stage("build"):
             self._build()
+        if "incumbent" in self.builds:  # once more, in a process of its own: how much two of a kind differ
+            self.builds["twin"] = self.builds["incumbent"]
         with self._stage("workers"):
             for role in self.builds:
                 self._spawn(role)
             for role in self.builds:
                 self._load(role)
             self.baselines.load(self.heads)
+            self._draw_seed()
         with self._stage("correctness"):
             self._correctness()
         if self.options.only or not self.options.timing:
             what = "only some checks were asked for" if self.options.only else "no timing was asked for"
             raise Stop("INCOMPLETE", f"{what}; those that ran passed")
         with self._stage("timing"):
-            first = self._measure(["candidate", "root", "incumbent"])
+            first = self._measure(RACING)
         if self.device == "cuda":
             self.record["environment"]["gpu_state_after"] = environment.gpu_state()
         self._verdict(first)
+        if self.guards.on("files"):
+            self._refuse_changes()
 
     def _build(self) -> None:
         wanted: dict[str, tuple[Path | None, str]] = {
             "candidate": (self.options.source, "kernel"),
             "witness": (None, "witness"),
         }
-        for role, source in (("root", self.options.root), ("incumbent", self.options.incumbent)):
-            if source is not None:
-                wanted[role] = (source, "kernel")
+        if self.options.root is not None and self.root_report is None:
+            wanted["root"] = (self.options.root, "kernel")
+        if self.options.incumbent is not None:
+            wanted["incumbent"] = (self.options.incumbent, "kernel")
         for role, (source, kind) in wanted.items():
             self._progress(role)
+            start = time.monotonic()
             try:
                 self.builds[role] = built = build(self.target, source, role=kind)
             except BuildError as problem:
                 if role == "candidate":
                     raise
                 raise Stop("REFUSED", f"the {role} does not build: {problem}") from None
+            finally:
+                self.waited_s += time.monotonic() - start
+            self.disk.add([built.source, *(self.target.root / name for name in self.target.kernel_files(kind))])
             self.record["builds"][role] = report.build_record(built)
             spilling = [use["kernel"] for use in built.resources if use["spill_store_bytes"] or use["spill_load_bytes"]]
             if spilling:
@@ -254,7 +313,7 @@ class Judge:
     def _load(self, role: str) -> None:
         runner = self.runners[role]
         runner.settle("hello", START_TIMEOUT_S)
-        runner.load_library(str(self.builds[role].library))
+        self.record["confinement"][role] = runner.load_library(str(self.builds[role].library))
 
     # ------------------------------------------------------------ correctness
 
@@ -276,6 +335,7 @@ class Judge:
             library_layout=library.layout if library else "bhsd",
             references=self.baselines.references(),
             progress=self._progress,
+            guards=self.guards,
         )
         try:
             for name, item in CHECKS.items():
@@ -320,7 +380,9 @@ class Judge:
             self.target.config["contract"]["tile"],
             self.seed,
             EFFORTS[self.device, self.options.cases],
+            self.runners["witness"],
             self._progress,
+            self.guards,
         )
         racers = self._racers(roles)
         try:
@@ -354,7 +416,7 @@ class Judge:
             "geomeans": report.geomeans(first),
             "second": None,
         }
-        root = self.root
+        root = None if self.root_report is None else report.latencies(self.root_report)
         if "root" in self.builds:
             root = {cell["name"]: taken for cell in first if (taken := objective.cold(cell, "root")) is not None}
         self.record["objective"] = objective.summary(self.target.config["objective"], first, root)
@@ -386,8 +448,11 @@ class Judge:
 
     def _remeasure(self) -> list[dict[str, Any]]:
         """Candidate and incumbent once more, in fresh processes and in the other order."""
-        for role in ("candidate", "incumbent"):
+        roles = [role for role in ("incumbent", "twin", "candidate") if role in self.builds]
+        for role in roles:
             self.runners[role].close()
+            self.waited_s += self.runners[role].waited_s
             self._spawn(role)
+        for role in roles:
             self._load(role)
-        return self._measure(["incumbent", "candidate"])
+        return self._measure(roles)

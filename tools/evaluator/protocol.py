@@ -1,7 +1,8 @@
-"""The messages between the judge and its workers: one JSON object a line, over two dedicated pipes.
+"""The messages between the judge and its workers: one JSON object a line, over a socket pair of their own.
 
 A request is {"id": n, "cmd": name, ...}; its reply {"id": n, "ok": true, ...} or {"id": n, "ok": false, "error": text}.
-Standard output and error of a worker are not part of it, so whatever a candidate prints cannot be read as a reply.
+Standard output and error of a worker are not part of it, so whatever a candidate prints cannot be read as a reply. File
+descriptors (the memory of CPU chunks) travel beside a request, so that a worker holds what it was given and nothing else.
 
 A tensor travels as a reference into shared memory: {"chunk": id, "offset": bytes, "dtype": "bf16" | "f32" | "i32",
 "shape": [...], "stride": [...]} (strides in elements).
@@ -9,10 +10,10 @@ A tensor travels as a reference into shared memory: {"chunk": id, "offset": byte
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import select
+import socket
 import time
 from typing import Any
 
@@ -33,25 +34,27 @@ class ChannelGarbage(Exception):
 
 
 class Channel:
-    """One end of the pipe pair.
+    """One end of the socket pair, which the channel owns from here on."""
 
-    read_fd, write_fd: file descriptors owned by the channel from here on.
-    """
-
-    def __init__(self, read_fd: int, write_fd: int) -> None:
-        self._read_fd, self._write_fd = read_fd, write_fd
+    def __init__(self, end: socket.socket) -> None:
+        self._socket = end
         self._pending = b""
+        self.descriptors: list[int] = []  # received and not yet taken
 
-    def send(self, message: dict[str, Any], timeout_s: float | None = None) -> None:
+    def send(self, message: dict[str, Any], timeout_s: float | None = None, descriptors: tuple[int, ...] = ()) -> None:
         """Raises ChannelClosed, or ChannelTimeout where the other side does not read."""
         view = memoryview(json.dumps(message, separators=(",", ":")).encode() + b"\n")
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         try:
+            if descriptors:
+                view = view[socket.send_fds(self._socket, [view[:1]], list(descriptors)) :]
             while view:
                 wait = None if deadline is None else max(0.0, deadline - time.monotonic())
-                if not select.select([], [self._write_fd], [], wait)[1]:
+                if not select.select([], [self._socket], [], wait)[1]:
                     raise ChannelTimeout(f"a request was not read in {timeout_s:g} s")
-                view = view[os.write(self._write_fd, view[: select.PIPE_BUF]) :]  # a writable pipe takes this many at once
+                view = view[self._socket.send(view[: 1 << 16], socket.MSG_DONTWAIT) :]
+        except BlockingIOError:  # select said otherwise: too little room for a whole part
+            raise ChannelTimeout("a request was not read") from None
         except OSError as problem:  # EPIPE, or a descriptor that a dying worker took along
             raise ChannelClosed(str(problem)) from problem
 
@@ -62,22 +65,30 @@ class Channel:
             if len(self._pending) > MAX_MESSAGE_BYTES:
                 raise ChannelGarbage(f"a message of more than {MAX_MESSAGE_BYTES} bytes")
             wait = None if deadline is None else max(0.0, deadline - time.monotonic())
-            if not select.select([self._read_fd], [], [], wait)[0]:
+            if not select.select([self._socket], [], [], wait)[0]:
                 raise ChannelTimeout(f"no reply in {timeout_s:g} s")
-            part = os.read(self._read_fd, 1 << 16)
+            try:
+                part, descriptors, _, _ = socket.recv_fds(self._socket, 1 << 16, 4)
+            except OSError as problem:  # reset by a dying worker
+                raise ChannelClosed(str(problem)) from problem
+            self.descriptors += descriptors
             if not part:
-                raise ChannelClosed("the pipe was closed")
+                raise ChannelClosed("the socket was closed")
             self._pending += part
         line, self._pending = self._pending.split(b"\n", 1)
         try:
             message = json.loads(line)
-        except ValueError as problem:
+        except (ValueError, RecursionError) as problem:
             raise ChannelGarbage(f"not JSON: {line[:80]!r}") from problem
         if not isinstance(message, dict):
             raise ChannelGarbage(f"not an object: {line[:80]!r}")
         return message
 
+    def refuse_descriptors(self) -> None:
+        """Close whatever descriptors the other side sent along."""
+        while self.descriptors:
+            os.close(self.descriptors.pop())
+
     def close(self) -> None:
-        for fd in (self._read_fd, self._write_fd):
-            with contextlib.suppress(OSError):
-                os.close(fd)
+        self.refuse_descriptors()
+        self._socket.close()

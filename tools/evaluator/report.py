@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from tools.core.errors import UserError
-from tools.core.files import REPO_ROOT, make_folder, read_bytes, sha256_file, sha256_json, show_path, write_new
+from tools.core.files import REPO_ROOT, make_folder, read_bytes, sha256_json, show_path, write_new
 from tools.evaluator import objective
+from tools.evaluator.integrity import evaluator_hashes
 from tools.evaluator.statistics import geometric_mean, median
 
-VERSION = 1
+VERSION = 2
 SCHEMA = REPO_ROOT / "experimental" / "schemas" / "report.schema.json"
 STATUSES = ("PASSED", "BIT_MISMATCH", "INACCURATE", "COMPILE_ERROR", "RUNTIME_ERROR", "TIMEOUT", "REFUSED", "INCOMPLETE")
 
@@ -36,14 +37,9 @@ def check_output(path: Path) -> None:
         raise UserError(f"{show_path(path.parent)}: cannot write there: {problem.strerror or problem}") from None
 
 
-def evaluator_hashes() -> dict[str, str]:
-    """SHA-256 of every file that decides."""
-    files = [*sorted((REPO_ROOT / "tools").rglob("*.py")), SCHEMA]
-    return {path.relative_to(REPO_ROOT).as_posix(): sha256_file(path) for path in files}
-
-
 def new(target: Any, run: dict[str, Any]) -> dict[str, Any]:
     """An empty report: INCOMPLETE until something is known."""
+    deciding = evaluator_hashes()
     return {
         "version": VERSION,
         "status": "INCOMPLETE",
@@ -52,6 +48,7 @@ def new(target: Any, run: dict[str, Any]) -> dict[str, Any]:
         "run": {
             "started": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
             "seconds": 0.0,
+            "judge_seconds": 0.0,
             "stages": {},
             **run,
         },
@@ -61,8 +58,14 @@ def new(target: Any, run: dict[str, Any]) -> dict[str, Any]:
             "gpu_names": target.config["target"].get("gpu_names", []),
             "contract": target.config["contract"]["name"],
         },
-        "hashes": {"evaluator": sha256_json(evaluator_hashes()), "evaluator_files": evaluator_hashes(), "environment": ""},
+        "hashes": {
+            "evaluator": sha256_json(evaluator_hashes()),
+            "evaluator_files": evaluator_hashes(),
+            "environment": "",
+            "report": "",
+        },
         "builds": {},
+        "confinement": {},
         "environment": {},
         "notes": [],
         "correctness": None,
@@ -125,6 +128,13 @@ def validate(report: dict[str, Any]) -> None:
         raise UserError(f"report: {where}: {problem.message[:200]}")
     if (report["timing"] is not None) and report["status"] != "PASSED":
         raise UserError(f"report: timing: exists under status {report['status']}")
+    if report["version"] == VERSION and report["hashes"]["report"] != own_hash(report):
+        raise UserError(f"report: hashes.report: the content is not what was written (it hashes to {own_hash(report)[:12]}...)")
+
+
+def own_hash(report: dict[str, Any]) -> str:
+    """SHA-256 of a report's canonical JSON without this hash: finds accidents and single edits, not a rewritten whole."""
+    return sha256_json({**report, "hashes": {**report["hashes"], "report": ""}})
 
 
 def write(path: Path, report: dict[str, Any]) -> dict[str, Any]:
@@ -133,6 +143,7 @@ def write(path: Path, report: dict[str, Any]) -> dict[str, Any]:
         for key in ("timing", "objective", "promotion"):
             report[key] = None
     report = finite(report)
+    report["hashes"]["report"] = own_hash(report)
     validate(report)
     write_new(path, json.dumps(report, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
     return report
@@ -153,14 +164,37 @@ def read(path: Path) -> dict[str, Any]:
     return report
 
 
-def root_latencies(path: Path, target: Any) -> dict[str, float]:
-    """Cell -> cold median of the candidate of a passed report of the same target, contract and workloads."""
+def root(path: Path, target: Any, source_sha256: str) -> dict[str, Any]:
+    """A passed report of the same target, contract and workloads whose candidate was this source; UserError otherwise."""
     report = read(path)
     if report["status"] != "PASSED" or report["compatibility"] or report["timing"] is None:
         raise UserError(f"{show_path(path)}: status {report['status']}: only a pass on the target's own device can be a root")
+    if off := report["run"].get("guards_off"):
+        raise UserError(f"{show_path(path)}: run.guards_off: {off[0]} was off")
     for section in ("target", "contract", "workloads"):
         if report["target"]["sections"].get(section) != target.sections[section]:
             raise UserError(f"{show_path(path)}: target.sections.{section}: another {section} than this target's")
+    found = report["builds"]["candidate"]["source_sha256"]
+    if found != source_sha256:
+        raise UserError(
+            f"{show_path(path)}: builds.candidate.source_sha256: a report of another source ({found[:12]}..., "
+            f"the root is {source_sha256[:12]}...)"
+        )
+    return report
+
+
+def refuse_other_machine(report: dict[str, Any], environment: dict[str, Any]) -> None:
+    """UserError where a root report's times come from another kind of machine."""
+    for key in ("processor", "cores", "gpu"):
+        then, now = report["environment"].get(key), environment.get(key)
+        if isinstance(then, dict) and isinstance(now, dict):
+            then, now = then.get("name"), now.get("name")
+        if then != now:
+            raise UserError(f"the root report's environment.{key} is {then!r}, this machine's {now!r}: measure the root here")
+
+
+def latencies(report: dict[str, Any]) -> dict[str, float]:
+    """Cell -> cold median of the candidate of a report with timing."""
     return {
         cell["name"]: found for cell in report["timing"]["cells"] if (found := objective.cold(cell, "candidate")) is not None
     }

@@ -1,7 +1,8 @@
 """The judge's handle on one worker process: start it, command it, and turn whatever goes wrong into a status.
 
 A worker runs in its own session, so that Ctrl-C reaches the judge alone and the whole group can be killed. What it
-prints goes to a log of which the last 64 KiB are kept.
+prints goes to a log of which the last 64 KiB are kept. Outside its turn, from its reply to the next request, a worker is
+stopped (SIGSTOP): what it answered with is all that it did, and it takes no time from others.
 """
 
 from __future__ import annotations
@@ -9,14 +10,18 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import threading
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
 from tools.core.files import REPO_ROOT
 from tools.evaluator.arena import Arena
+from tools.evaluator.guards import ALL, Guards
 from tools.evaluator.protocol import Channel, ChannelClosed, ChannelGarbage, ChannelTimeout
 
 LOG_BYTES = 64 << 10
@@ -60,10 +65,25 @@ class Call:
 
 
 class Runner:
-    """One worker. `name` is its role in the report (candidate, witness, root, incumbent, or a provider's name)."""
+    """One worker. `name` is its role in the report (candidate, witness, root, incumbent, or a provider's name).
 
-    def __init__(self, name: str, arena: Arena, timeout_s: float, *, environment: dict[str, str] | None = None) -> None:
+    trusted: it may map closed chunks. waited_s: how long the judge waited for its replies.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        arena: Arena,
+        timeout_s: float,
+        *,
+        environment: dict[str, str] | None = None,
+        trusted: bool | None = None,
+        guards: Guards = ALL,
+    ) -> None:
         self.name = name
+        self.trusted = name != "candidate" if trusted is None else trusted
+        self.waited_s = 0.0
+        self._guards = guards
         self._arena, self._timeout_s = arena, timeout_s
         self._opened: set[int] = set()
         self._next = 0
@@ -73,16 +93,15 @@ class Runner:
         self._poisoned = 0
         self._workspace: Any = None
         self.poison_workspace = True
-        judge_read, worker_write = os.pipe()
-        worker_read, judge_write = os.pipe()
+        self._stopped = False
+        self._scratch = tempfile.TemporaryDirectory(prefix="areal-tik-")
+        ours, theirs = socket.socketpair()
         command = [
             sys.executable,
             "-m",
             "tools.evaluator.worker",
-            "--read",
-            str(worker_read),
-            "--write",
-            str(worker_write),
+            "--socket",
+            str(theirs.fileno()),
             "--device",
             arena.device,
         ]
@@ -92,13 +111,12 @@ class Runner:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            pass_fds=(worker_read, worker_write),
+            pass_fds=(theirs.fileno(),),
             start_new_session=True,
             env={**os.environ, **(environment or {})},
         )
-        os.close(worker_read)
-        os.close(worker_write)
-        self._channel = Channel(judge_read, judge_write)
+        theirs.close()
+        self._channel = Channel(ours)
         threading.Thread(target=self._drain, daemon=True).start()
 
     # ------------------------------------------------------------ plumbing
@@ -121,6 +139,21 @@ class Runner:
             os.killpg(self._process.pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in the kernel: nothing more can be done from here
             self._process.wait(timeout=10)
+        with contextlib.suppress(OSError):
+            self._scratch.cleanup()
+
+    def _stop(self) -> None:
+        """Stop every thread of the worker, and wait until it stands still."""
+        with contextlib.suppress(ProcessLookupError, PermissionError, ChildProcessError):
+            os.killpg(self._process.pid, signal.SIGSTOP)
+            os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+            self._stopped = True
+
+    def _resume(self) -> None:
+        if self._stopped:
+            self._stopped = False
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGCONT)
 
     def close(self) -> None:
         """Ask the worker to leave; kill it where it does not."""
@@ -147,11 +180,12 @@ class Runner:
             return f"died from signal {signal.Signals(-code).name}"
         return f"exited with code {code}"
 
-    def post(self, cmd: str, **arguments: Any) -> None:
+    def post(self, cmd: str, descriptors: tuple[int, ...] = (), **arguments: Any) -> None:
         """Send a request without waiting; `settle` takes the reply."""
         self._next += 1
+        self._resume()
         try:
-            self._channel.send({"id": self._next, "cmd": cmd, **arguments}, self._timeout_s)
+            self._channel.send({"id": self._next, "cmd": cmd, **arguments}, self._timeout_s, descriptors)
         except ChannelClosed:
             raise self._fail("RUNTIME_ERROR", f"{self._death()} before {cmd}") from None
         except ChannelTimeout as problem:
@@ -159,6 +193,7 @@ class Runner:
 
     def settle(self, cmd: str, timeout_s: float | None = None) -> dict[str, Any]:
         timeout = self._timeout_s if timeout_s is None else timeout_s
+        start = time.monotonic()
         try:
             reply = self._channel.receive(timeout)
         except ChannelTimeout:
@@ -167,13 +202,20 @@ class Runner:
             raise self._fail("RUNTIME_ERROR", f"{self._death()} during {cmd}") from None
         except ChannelGarbage as problem:
             raise self._fail("RUNTIME_ERROR", f"rubbish in reply to {cmd}: {problem}") from None
+        finally:
+            self.waited_s += time.monotonic() - start
+        if self._guards.on("pause"):
+            self._stop()
+        self._channel.refuse_descriptors()
         if reply.get("id") != self._next or not isinstance(reply.get("ok"), bool):
             raise self._fail("RUNTIME_ERROR", f"rubbish in reply to {cmd}: {str(reply)[:120]}")
         return reply
 
-    def request(self, cmd: str, *, timeout_s: float | None = None, **arguments: Any) -> dict[str, Any]:
+    def request(
+        self, cmd: str, *, timeout_s: float | None = None, descriptors: tuple[int, ...] = (), **arguments: Any
+    ) -> dict[str, Any]:
         """Send a command and return its reply. Raises WorkerFailure."""
-        self.post(cmd, **arguments)
+        self.post(cmd, descriptors, **arguments)
         reply = self.settle(cmd, timeout_s)
         if not reply["ok"] and "workspace" not in reply:
             raise WorkerFailure("RUNTIME_ERROR", self.name, f"{cmd}: {reply.get('error')}")
@@ -184,8 +226,11 @@ class Runner:
     def hello(self) -> None:
         self.request("hello", timeout_s=START_TIMEOUT_S)
 
-    def load_library(self, path: str) -> None:
-        self.request("load", kind="library", name=path)
+    def load_library(self, path: str) -> dict[str, str]:
+        """Confine the worker and load a kernel library into it; returns how far the confinement goes (sandbox.py)."""
+        confine = self._guards.on("sandbox")
+        reply = self.request("load", kind="library", name=path, scratch=self._scratch.name if confine else None)
+        return dict(reply.get("sandbox") or {})
 
     def load_provider(self, name: str) -> dict[str, Any]:
         return self.request("load", kind="provider", name=name, timeout_s=START_TIMEOUT_S)
@@ -208,12 +253,15 @@ class Runner:
         """Have the worker map every chunk that these calls refer to."""
         chunks = {value["chunk"] for call in encoded for value in call.values() if isinstance(value, dict)}
         for chunk in sorted(chunks - self._opened):
-            self.request("open_arena", **self._arena.handle(chunk))
+            if self._arena.closed(chunk) and not self.trusted:
+                raise AssertionError(f"{self.name} is shown memory that is closed to it")
+            arguments, descriptors = self._arena.handle(chunk)
+            self.request("open_arena", descriptors=descriptors, **arguments)
             self._opened.add(chunk)
 
     def poison(self) -> None:
         """Overwrite the workspace; each time with another byte."""
-        if self._workspace is not None:
+        if self._workspace is not None and self._guards.on("poison"):
             self._poisoned += 1
             self._workspace.fill_(POISONS[self._poisoned % len(POISONS)])
             self.synchronize()
@@ -233,9 +281,9 @@ class Runner:
             if reply["ok"]:
                 return reply
             need = reply["workspace"]
-            if not isinstance(need, int) or not 0 < need <= MAX_WORKSPACE_BYTES:
+            if not isinstance(need, int) or isinstance(need, bool) or not 0 < need <= MAX_WORKSPACE_BYTES:
                 raise self._fail("RUNTIME_ERROR", f"asks for a workspace of {str(need)[:40]} bytes")
-            self._workspace = self._arena.keep(need)
+            self._workspace = self._arena.keep(need, closed=self.trusted)
             self.poison()
         raise WorkerFailure("RUNTIME_ERROR", self.name, "asks for more workspace every time it is asked")
 
@@ -256,6 +304,15 @@ class Runner:
         self._passes[self._graphs] = samples
         return self._graphs
 
+    def ping(self) -> None:
+        """A request that does nothing but wait for the device."""
+        self.synchronize()
+        self.request("ping")
+
+    def passes(self, graph: int) -> int:
+        """Samples that run every captured call once."""
+        return self._passes[graph]
+
     def replay_all(self, graph: int) -> None:
         """Run every captured call once more."""
         self.replay(graph, self._passes[graph])
@@ -266,8 +323,12 @@ class Runner:
     def replay(self, graph: int, count: int) -> list[float]:
         """Milliseconds of each of the next `count` samples (device.py) as the worker's device measured them."""
         self.synchronize()
-        times = self.request("replay", graph=graph, count=count)["ms"]
-        if not (isinstance(times, list) and len(times) == count and all(isinstance(t, int | float) for t in times)):
+        times = self.request("replay", graph=graph, count=count).get("ms")
+        if not (
+            isinstance(times, list)
+            and len(times) == count
+            and all(isinstance(t, int | float) and not isinstance(t, bool) for t in times)
+        ):
             raise self._fail("RUNTIME_ERROR", f"rubbish in reply to replay: {str(times)[:120]}")
         return [float(t) for t in times]
 

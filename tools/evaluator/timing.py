@@ -1,12 +1,11 @@
 """Times of the candidate and of everything beside it, cell by cell.
 
-Every captured call has its own output, poisoned before the last pass and verified after it. *Cold*: every call of a
-pass has its own inputs, together more than twice the last-level cache. *Hot*: all calls share one set of inputs. Where
-a single call's inputs exceed twice the cache there is no difference, and hot refers to cold.
+*Cold*: every call of a pass has its own inputs, together more than twice the last-level cache. *Hot*: all calls share
+one set of inputs. Where a single call's inputs exceed twice the cache there is no difference, and hot refers to cold.
 
-Times come from the worker's device (events around a graph's replay, perf_counter around a CPU call) and are checked
-against the judge's own clock around the command. Candidate, root, incumbent and baselines take turns in rounds, so
-that a drift of the clocks meets all of them. A time below what the operations and bytes allow is refused.
+Times come from the worker's device (events around a graph's replay, perf_counter around a CPU call), pass by pass
+(passes.py). Candidate, root, incumbent, its twin and the baselines take turns in an order that is drawn for each round,
+so that a drift of the clocks meets all of them. A time below what the operations and bytes allow is refused.
 """
 
 from __future__ import annotations
@@ -14,39 +13,36 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from tools.core.config import Target, load_target, target_names
 from tools.evaluator import oracle
 from tools.evaluator.arena import Arena
-from tools.evaluator.compare import poison_, unwritten, words_differ
+from tools.evaluator.compare import poison_, unwritten
 from tools.evaluator.grids import Cell
+from tools.evaluator.guards import ALL, Guards
 from tools.evaluator.inputs import Draw
+from tools.evaluator.passes import Entry, Inputs, Passes, Racer, Refused, clock_problem
+from tools.evaluator.quiet import open_quiet
 from tools.evaluator.runner import Call, Runner, WorkerFailure
 from tools.evaluator.statistics import median, median_interval
 
 MODES = ("cold", "hot")
 MOST_CALLS = 256  # of one graph, where cold does not need more
-CLOCK_RATIO, CLOCK_MIN_MS = 0.5, 50.0  # the worker's time must be this part of the judge's, once that is this long
-
-
-class Refused(Exception):
-    """A measurement that cannot be: the run's status becomes REFUSED."""
-
-
-class Mismatch(Exception):
-    """A timed output that is not the verified one: the run's status becomes BIT_MISMATCH."""
+HOT_CALLS = 64  # of one pass on the CPU
+ENOUGH = 300  # samples: no more passes than that takes
 
 
 @dataclass(frozen=True)
 class Effort:
-    """rounds x at least `least` samples a route; more while a route has spent less than budget_ms. warm_ms: replays
-    before them. screen: samples a screened route. burst_us: what one graph should last at least. input_bytes: how much
-    the inputs of one pass may take beyond what cold needs."""
+    """passes: of every racer, at least; samples: at least; more passes while one has spent less than budget_ms, up to
+    `most`. warm_ms: replays before them. screen: samples a screened route. burst_us: what one graph should last at
+    least. input_bytes: how much the inputs of one pass may take beyond what cold needs."""
 
-    rounds: int
-    least: int
+    passes: int
+    samples: int
+    most: int
     budget_ms: float
     warm_ms: float
     screen: int
@@ -55,40 +51,11 @@ class Effort:
 
 
 EFFORTS = {
-    ("cuda", "full"): Effort(5, 3, 80.0, 10.0, 5, 150.0, 4 << 30),
-    ("cuda", "quick"): Effort(5, 3, 30.0, 5.0, 3, 150.0, 2 << 30),
-    ("cpu", "full"): Effort(5, 3, 150.0, 10.0, 2, 0.0, 0),
-    ("cpu", "quick"): Effort(5, 3, 60.0, 5.0, 2, 0.0, 0),
+    ("cuda", "full"): Effort(15, 15, 40, 30.0, 10.0, 5, 1000.0, 4 << 30),
+    ("cuda", "quick"): Effort(15, 15, 25, 20.0, 5.0, 3, 1000.0, 2 << 30),
+    ("cpu", "full"): Effort(5, 15, 30, 150.0, 10.0, 2, 0.0, 0),
+    ("cpu", "quick"): Effort(5, 15, 20, 60.0, 5.0, 2, 0.0, 0),
 }
-
-
-@dataclass
-class Racer:
-    """One thing to time. `fixed` racers are kernel libraries, whose outputs lie in the arena and whose bits are known;
-    the others are providers."""
-
-    name: str
-    runner: Runner
-    layout: str = "bhsd"
-    fixed: bool = True
-    phases: tuple[str, ...] = ("full", "decode")
-    routes: dict[str, list[str]] = field(default_factory=dict)  # entry -> routes of a provider
-
-
-@dataclass
-class _Entry:
-    """A racer in one cell and mode."""
-
-    racer: Racer
-    route: str | None
-    calls: list[Call]
-    graph: int
-    per_sample: int
-    samples_ms: list[float] = field(default_factory=list)
-    own_ms: float = 0.0
-    judge_ms: float = 0.0
-    screened: dict[str, Any] = field(default_factory=dict)
-    record: dict[str, Any] = field(default_factory=dict)
 
 
 def floor_us(cell: Cell, heads: tuple[int, int], target: dict[str, Any], mode: str) -> float:
@@ -115,7 +82,10 @@ def machine_section(target: Target, gpu: dict[str, Any] | None) -> dict[str, Any
 
 
 class Timer:
-    """Times cells. `target` has the machine's l2_bytes, peak_tflops and peak_bandwidth_gbps; `limits` are the config's."""
+    """Times cells. `target` has the machine's l2_bytes, peak_tflops and peak_bandwidth_gbps; `limits` are the config's.
+
+    witness: what timed outputs are verified with. All other workers must be idle or stopped.
+    """
 
     def __init__(
         self,
@@ -126,12 +96,27 @@ class Timer:
         tile: int,
         seed: int,
         effort: Effort,
+        witness: Runner,
         progress: Callable[[str], None] | None = None,
+        guards: Guards = ALL,
     ) -> None:
         self._arena, self._target, self._limits = arena, target, limits
         self.device = arena.device
         self._heads, self._tile, self._seed, self._effort = heads, tile, seed, effort
+        self._witness, self._guards = witness, guards
         self._progress = progress or (lambda text: None)
+        self._quiet = open_quiet(arena, int(target["l2_bytes"]), guards)
+        self._ping_ms = self._measure_ping()
+
+    def _measure_ping(self) -> float:
+        """What a request takes that does nothing, in milliseconds."""
+        taken = []
+        for _ in range(15):
+            start = time.perf_counter()
+            self._witness.ping()
+            self._quiet.wait()
+            taken.append(1000 * (time.perf_counter() - start))
+        return median(taken)
 
     # ------------------------------------------------------------ inputs
 
@@ -141,34 +126,33 @@ class Timer:
         cold = 2 * int(self._target["l2_bytes"]) // each + 1
         long = min(MOST_CALLS, math.ceil(self._effort.burst_us / floor_us(cell, self._heads, self._target, "cold")))
         if mode == "hot":
-            return max(1, long)
+            return min(cold, HOT_CALLS) if self.device == "cpu" else max(1, long)
         return max(cold, min(long, self._effort.input_bytes // each))
 
-    def sets(self, cell: Cell, count: int, draw: Draw, layouts: set[str]) -> dict[str, list[tuple[Any, Any, Any]]]:
-        """`count` sets of inputs in every storage order that a racer wants, with equal values."""
+    def inputs(self, cell: Cell, sets: int, draw: Draw, layouts: set[str]) -> Inputs:
+        """`sets` sets of inputs in every storage order that a racer wants, with equal values."""
         heads_q, heads_kv = self._heads
-        found: dict[str, list[tuple[Any, Any, Any]]] = {layout: [] for layout in layouts}
-        for _ in range(count):
-            first: tuple[Any, ...] | None = None
-            for layout in sorted(layouts):
-                order = (0, 1, 2, 3) if layout == "bhsd" else (0, 2, 1, 3)
-                q = self._arena.empty((cell.batch, heads_q, cell.rows, 128), order=order)
-                k = self._arena.empty((cell.batch, heads_kv, cell.keys, 128), order=order)
-                v = self._arena.empty((cell.batch, heads_kv, cell.keys, 128), order=order)
-                for index, tensor in enumerate((q, k, v)):
-                    draw.normal_(tensor) if first is None else tensor.copy_(first[index])
-                first = first or (q, k, v)
-                found[layout].append((q, k, v))
-        return found
+        shapes = [(sets, cell.batch, heads, size, 128) for heads, size in ((heads_q, cell.rows), *[(heads_kv, cell.keys)] * 2)]
+        found: dict[str, tuple[Any, Any, Any]] = {}
+        for layout in sorted(layouts):
+            order = (0, 1, 2, 3, 4) if layout == "bhsd" else (0, 1, 3, 2, 4)
+            q, k, v = (self._arena.empty(shape, order=order) for shape in shapes)
+            for index, tensor in enumerate((q, k, v)):
+                if found:
+                    tensor.copy_(next(iter(found.values()))[index])
+                else:
+                    draw.normal_(tensor)
+            found[layout] = (q, k, v)
+        return Inputs(found)
 
-    def calls(self, cell: Cell, sets: list[tuple[Any, Any, Any]], count: int) -> list[Call]:
-        calls = []
-        for number in range(count):
-            q, k, v = sets[number % len(sets)]
-            out = self._arena.empty(tuple(q.shape))
-            poison_(out)
-            calls.append(Call(cell.entry, q, k, v, out))
-        return calls
+    def calls(
+        self, cell: Cell, sets: list[tuple[Any, Any, Any]], count: int, *, closed: bool = False
+    ) -> tuple[list[Call], Any]:
+        """`count` calls over the sets in turn, and their poisoned outputs [count, B, Hq, Sq, 128]."""
+        closed = closed and self._guards.on("closed")
+        outputs = self._arena.empty((count, cell.batch, self._heads[0], cell.rows, 128), closed=closed)
+        poison_(outputs)
+        return [Call(cell.entry, *sets[number % len(sets)], outputs[number]) for number in range(count)], outputs
 
     # ------------------------------------------------------------ one cell
 
@@ -195,31 +179,32 @@ class Timer:
 
     def _mode(self, cell: Cell, mode: str, racers: list[Racer]) -> dict[str, Any]:
         count = self.calls_of(cell, mode)
+        own = mode == "cold" and self._guards.on("cold")
         draw = Draw(self._seed, f"timing:{cell.name}:{mode}", self._arena.device)
-        sets = self.sets(cell, count if mode == "cold" else 1, draw, {racer.layout for racer in racers})
-        expected = self._expected(cell, sets["bhsd"], next(racer for racer in racers if racer.name == "candidate"))
-        entries: list[_Entry] = []
+        inputs = self.inputs(cell, count if own else 1, draw, {racer.layout for racer in racers} | {"bhsd"})
+        passes = Passes(self._arena, cell, mode, inputs, draw, self._witness, self._quiet, self._guards)
+        entries: list[Entry] = []
         lost: dict[str, str] = {}
         for racer in racers:
             try:
-                entries.append(self._enter(cell, racer, sets[racer.layout], count))
+                entries.append(self._enter(cell, racer, inputs.sets(racer.layout), count))
             except WorkerFailure as problem:
                 if racer.fixed:
                     raise
                 lost[racer.name] = problem.message
-        self._race(entries)
+        self._race(passes, entries, draw)
         record: dict[str, Any] = {
             "same_as": None,
             "calls": count,
             "floor_us": floor_us(cell, self._heads, self._target, mode),
-            "unique_bytes": cell.input_bytes(*self._heads) * len(sets["bhsd"]),
+            "unique_bytes": cell.input_bytes(*self._heads) * len(inputs.sets("bhsd")),
             "kernels": {},
             "baselines": {},
             "lost": lost,
         }
         for entry in entries:
             try:
-                self._settle(cell, mode, entry, expected, draw)
+                self._settle(cell, mode, entry, passes, draw)
             except WorkerFailure as problem:
                 if entry.racer.fixed:
                     raise
@@ -228,20 +213,14 @@ class Timer:
             record["kernels" if entry.racer.fixed else "baselines"][entry.racer.name] = entry.record
         return record
 
-    def _expected(self, cell: Cell, sets: list[tuple[Any, Any, Any]], candidate: Racer) -> list[Any]:
-        """What eager calls of the (verified) candidate give for every set."""
-        calls = self.calls(cell, sets, len(sets))
-        candidate.runner.run(calls)
-        return [call.o for call in calls]
-
-    def _enter(self, cell: Cell, racer: Racer, sets: list[tuple[Any, Any, Any]], count: int) -> _Entry:
+    def _enter(self, cell: Cell, racer: Racer, sets: list[tuple[Any, Any, Any]], count: int) -> Entry:
         """Capture a racer; a provider's routes are screened first and the fastest kept."""
         if racer.fixed:
-            calls = self.calls(cell, sets, count)
+            calls, outputs = self.calls(cell, sets, count, closed=racer.runner.trusted)
             graph = racer.runner.capture(calls)
-            return _Entry(racer, None, calls, graph, racer.runner.calls_per_sample(graph, count))
+            return Entry(racer, None, calls, outputs, graph, racer.runner.calls_per_sample(graph, count))
         calls = [Call(cell.entry, *sets[number % len(sets)], sets[0][0]) for number in range(count)]  # o is named by `collect`
-        best: _Entry | None = None
+        best: Entry | None = None
         best_ms, screened = math.inf, dict[str, Any]()
         for route in racer.routes.get(cell.entry, []):
             try:
@@ -258,7 +237,7 @@ class Timer:
             if taken < best_ms:
                 if best is not None:
                     racer.runner.drop(best.graph)
-                best, best_ms = _Entry(racer, route, calls, graph, per_sample), taken
+                best, best_ms = Entry(racer, route, calls, None, graph, per_sample), taken
             else:
                 racer.runner.drop(graph)
         if best is None:
@@ -266,41 +245,44 @@ class Timer:
         best.screened = screened
         return best
 
-    def _race(self, entries: list[_Entry]) -> None:
+    def _race(self, passes: Passes, entries: list[Entry], draw: Draw) -> None:
         """Warm up, then take turns."""
-        plans = []
-        for entry in entries:
-            once = max(1e-3, entry.racer.runner.replay(entry.graph, 1)[0])
-            warm = min(50, max(1, int(self._effort.warm_ms / once)))
-            entry.racer.runner.replay(entry.graph, warm)
-            plans.append(max(self._effort.least, min(60, int(self._effort.budget_ms / self._effort.rounds / once))))
-        for number in range(self._effort.rounds):
-            turns = list(zip(entries, plans, strict=True))
-            for entry, samples in turns if number % 2 == 0 else reversed(turns):
-                start = time.perf_counter()
-                taken = entry.racer.runner.replay(entry.graph, samples)
-                entry.judge_ms += 1000 * (time.perf_counter() - start)
-                entry.own_ms += sum(taken)
-                entry.samples_ms += taken
+        effort, plans = self._effort, dict[int, int]()
+        for number, entry in enumerate(entries):
+            runner = entry.racer.runner
+            once = max(1e-3, sum(runner.replay(entry.graph, runner.passes(entry.graph))))  # of a pass
+            passes.warm(entry, min(50, int(effort.warm_ms / once)))
+            samples = runner.passes(entry.graph)
+            least = max(effort.passes, -(-effort.samples // samples))
+            plans[number] = max(least, min(effort.most, ENOUGH // samples, int(effort.budget_ms / once)))
+        while plans:
+            turns = list(plans)
+            draw.python.shuffle(turns)
+            for number in turns:
+                passes.run(entries[number])
+                plans[number] -= 1
+                if not plans[number]:
+                    del plans[number]
 
     # ------------------------------------------------------------ verdicts
 
-    def _settle(self, cell: Cell, mode: str, entry: _Entry, expected: list[Any], draw: Draw) -> None:
-        """Verify every output of one more pass, then make the record."""
+    def _settle(self, cell: Cell, mode: str, entry: Entry, passes: Passes, draw: Draw) -> None:
+        """Verify one more pass, on CUDA devices in every word, then make the record."""
         runner, count = entry.racer.runner, len(entry.calls)
         if entry.racer.fixed:
-            for call in entry.calls:
-                poison_(call.o)
+            if self._guards.on("poison"):
+                poison_(entry.outputs)
             runner.replay_all(entry.graph)
-            self._verify_bits(cell, mode, entry, expected)
+            if self._guards.on("verify"):
+                passes.verify(entry, everything=self.device == "cuda")
             figure = self._accuracy(cell, entry.calls, draw)
         else:
             with self._arena.scope():
-                calls = self.calls(cell, [(c.q, c.k, c.v) for c in entry.calls], count)
+                calls, outputs = self.calls(cell, [(c.q, c.k, c.v) for c in entry.calls], count, closed=True)
                 runner.poison_outputs(entry.graph)
                 runner.replay_all(entry.graph)
                 runner.collect(entry.graph, calls)
-                missing = sum(unwritten(call.o) for call in calls)
+                missing = unwritten(outputs)
                 figure = self._accuracy(cell, calls, draw)
             if missing or not figure.within(self._limits["accuracy_rms"]):
                 runner.drop(entry.graph)
@@ -313,27 +295,16 @@ class Timer:
             "median_us": median(samples),
             "interval_us": [low, high],
             "calls_per_sample": entry.per_sample,
-            "judge_ms": round(entry.judge_ms, 3),
-            "worker_ms": round(entry.own_ms, 3),
+            "pass_us": [round(1000 * taken / count, 4) for taken in entry.judge_ms],
+            "judge_ms": round(sum(entry.judge_ms), 3),
+            "worker_ms": round(sum(entry.worker_ms), 3),
             "verified_outputs": count,
+            "verified_parts": entry.parts,
             "accuracy": {"rms": figure.rms, "worst": figure.worst, "rows": figure.rows},
             "screened_us": entry.screened,
         }
         runner.drop(entry.graph)
         self._refuse_impossible(cell, mode, entry)
-
-    def _verify_bits(self, cell: Cell, mode: str, entry: _Entry, expected: list[Any]) -> None:
-        for number, call in enumerate(entry.calls):
-            difference = words_differ(call.o, expected[number % len(expected)])
-            if not difference.differing:
-                continue
-            text = (
-                f"{entry.racer.name}: {cell.name} {mode}: output {number} of {len(entry.calls)} timed calls differs from the "
-                f"verified one in {difference.differing} of {difference.words} words, first at {difference.first}"
-            )
-            if entry.racer.name == "candidate":
-                raise Mismatch(text)
-            raise Refused(f"{text}; a root or incumbent must have the candidate's bits")
 
     def _accuracy(self, cell: Cell, calls: list[Call], draw: Draw) -> oracle.Accuracy:
         """RMS error over some rows of some calls."""
@@ -346,19 +317,17 @@ class Timer:
             parts.append(oracle.errors(call.o[batch][:, rows], expected))
         return oracle.summarise(parts)
 
-    def _refuse_impossible(self, cell: Cell, mode: str, entry: _Entry) -> None:
+    def _refuse_impossible(self, cell: Cell, mode: str, entry: Entry) -> None:
         floor = floor_us(cell, self._heads, self._target, mode)
         taken = entry.record["median_us"]
         problem = None
-        if not (math.isfinite(taken) and taken > 0 and min(entry.samples_ms) >= 0):
-            problem = f"{cell.name} {mode}: {taken} us is no time"
-        elif taken < floor:
-            problem = f"{cell.name} {mode}: {taken:.3f} us is below the floor of {floor:.3f} us that operations and bytes allow"
-        elif entry.judge_ms >= CLOCK_MIN_MS and entry.own_ms < CLOCK_RATIO * entry.judge_ms:
-            problem = (
-                f"{cell.name} {mode}: the worker's clock counted {entry.own_ms:.1f} ms, the judge's {entry.judge_ms:.1f} ms"
-            )
+        if not (all(map(math.isfinite, entry.samples_ms)) and taken > 0 and min(entry.samples_ms) >= 0):
+            problem = f"{taken} us is no time"
+        elif taken < floor and self._guards.on("floor"):
+            problem = f"{taken:.3f} us is below the floor of {floor:.3f} us that operations and bytes allow"
+        elif entry.racer.fixed and self._guards.on("clock"):
+            problem = clock_problem(entry, self._ping_ms, self.device)
         if problem and entry.racer.fixed:
-            raise Refused(f"{entry.racer.name}: {problem}")
+            raise Refused(f"{entry.racer.name}: {cell.name} {mode}: {problem}")
         if problem:
-            raise WorkerFailure("REFUSED", entry.racer.name, problem)
+            raise WorkerFailure("REFUSED", entry.racer.name, f"{cell.name} {mode}: {problem}")

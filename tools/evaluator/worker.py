@@ -1,10 +1,10 @@
-"""A worker process: loads one thing (a kernel library or a baseline provider) and obeys the judge over a pipe pair.
+"""A worker process: loads one thing (a kernel library or a baseline provider) and obeys the judge over a socket.
 
-Usage (started by tools/evaluator/runner.py only): python -m tools.evaluator.worker --read FD --write FD --device cpu|cuda
+Usage (started by tools/evaluator/runner.py only): python -m tools.evaluator.worker --socket FD --device cpu|cuda
 
 It owns no data of the evaluation: tensors arrive as references into the judge's arena. A kernel library is called
 through the C interface directly, so that the judge also owns its workspace. torch is imported only where a CUDA
-device or a provider needs it.
+device or a provider needs it. Before a kernel library is loaded the process confines itself (sandbox.py).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import argparse
 import ctypes
 import os
 import signal
+import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -139,13 +140,29 @@ class Worker:
         self._device = open_device(self._kind)
         return {"pid": os.getpid()}
 
-    def do_open_arena(self, chunk: int, handle: str, bytes: int) -> dict[str, Any]:
-        self._mapping.open(chunk, handle, bytes)
+    def do_ping(self) -> dict[str, Any]:
+        self._device.synchronize()
         return {}
 
-    def do_load(self, kind: str, name: str) -> dict[str, Any]:
-        self._host = (LibraryHost if kind == "library" else ProviderHost)(name, self._mapping)
-        return self._host.describe() if kind == "provider" else {}
+    def do_open_arena(self, chunk: int, handle: str, bytes: int) -> dict[str, Any]:
+        descriptors = self._channel.descriptors
+        self._mapping.open(chunk, handle, bytes, descriptors.pop() if descriptors else None)
+        return {}
+
+    def do_load(self, kind: str, name: str, scratch: str | None = None) -> dict[str, Any]:
+        if kind == "provider":
+            self._host = ProviderHost(name, self._mapping)
+            return self._host.describe()
+        state = {}
+        if scratch is not None:
+            try:
+                from tools.evaluator import sandbox
+            except ImportError:
+                state = {"sandbox": "not enforced: missing"}
+            else:
+                state = sandbox.enter(scratch, [os.path.dirname(name)], self._kind)
+        self._host = LibraryHost(name, self._mapping)
+        return {"sandbox": state}
 
     def do_routes(self, entry: str) -> dict[str, Any]:
         return {"routes": self._host.provider.routes(entry)}
@@ -206,14 +223,13 @@ class Worker:
 
 def main() -> int:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--read", type=int, required=True)
-    parser.add_argument("--write", type=int, required=True)
+    parser.add_argument("--socket", type=int, required=True)
     parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
     options = parser.parse_args()
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no orphan outlives a killed judge
     try:
-        Worker(Channel(options.read, options.write), options.device).serve()
+        Worker(Channel(socket.socket(fileno=options.socket)), options.device).serve()
     except ChannelClosed:
         return 1
     return 0
