@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from tools.evaluator.arena import Arena
 from tools.evaluator.grids import Cell
 from tools.evaluator.inputs import Draw
 from tools.evaluator.passes import Racer
-from tools.evaluator.runner import WorkerFailure
+from tools.evaluator.runner import Runner, WorkerFailure
 from tools.evaluator.timing import Timer
 
 BUDGET_S = 25.0
@@ -26,8 +27,12 @@ def observe(
     racers: list[Racer],
     measured: list[dict[str, Any]],
     progress: Callable[[str], None],
+    fresh: Callable[[str], Runner],
 ) -> dict[str, Any]:
-    """cell -> racer -> {"route", "kernels", "note"}, the smallest and largest cells of each kind first; {} on the CPU."""
+    """cell -> racer -> {"route", "kernels", "note"}, the smallest and largest cells of each kind first; {} on the CPU.
+
+    fresh: starts a worker of a kernel library that may be profiled: one that is confined cannot load a profiler any more.
+    """
     if arena.device == "cpu":
         return {}
     ends = [
@@ -38,6 +43,7 @@ def observe(
     ]
     records = {cell["name"]: cell["modes"]["cold"] for cell in measured}
     found: dict[str, Any] = {}
+    racers = [replace(racer, runner=fresh(racer.name)) if racer.fixed else racer for racer in racers]
     start = time.monotonic()
     for cell in dict.fromkeys([*ends, *cells]):
         if time.monotonic() - start > BUDGET_S:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +41,7 @@ from tools.evaluator.timing import EFFORTS, Timer, machine_section
 from tools.loader.build import Built, build
 from tools.loader.device import check_machine, resolve_device
 
-RACING = ["candidate", "root", "incumbent", "twin"]
+RACING = ("candidate", "root", "incumbent", "twin")
 _REGISTERED = (checks, checks_memory, checks_values)  # importing them registers the checks
 CHUNK_BYTES = 1 << 30  # of CPU memory, which is taken only when touched
 CUDA_CHUNK_BYTES, CUDA_CHUNK_SHARE = 32 << 30, 0.35  # of device memory: one chunk that fits every cell, a part of what is free
@@ -310,6 +310,14 @@ class Judge:
             if spilling:
                 self.record["notes"].append(f"{role}: {len(spilling)} kernels spill registers, first {spilling[0]}")
 
+    def _profiled(self, role: str) -> Runner:
+        """A fresh worker of a role that a profiler may look into."""
+        runner = self.runners[f"{role} profiled"] = Runner(role, self.arena, self.limits["case_timeout_s"], guards=self.guards)
+        runner.request("hello", timeout_s=START_TIMEOUT_S)
+        runner.request("warm_profiler")
+        runner.load_library(str(self.builds[role].library))
+        return runner
+
     def _load(self, role: str) -> None:
         runner = self.runners[role]
         runner.settle("hello", START_TIMEOUT_S)
@@ -365,11 +373,11 @@ class Judge:
 
     # ------------------------------------------------------------ timing
 
-    def _racers(self, roles: list[str]) -> list[Racer]:
+    def _racers(self, roles: Sequence[str]) -> list[Racer]:
         baselines: list[Racer] = self.baselines.racers()
         return [Racer(role, self.runners[role]) for role in roles if role in self.builds] + baselines
 
-    def _measure(self, roles: list[str]) -> list[dict[str, Any]]:
+    def _measure(self, roles: Sequence[str]) -> list[dict[str, Any]]:
         self._progress("baselines compile")
         self.baselines.await_compilation()
         timer = Timer(
@@ -394,7 +402,9 @@ class Judge:
         report.add_ratios(found)
         if self.record["dispatch"] is None:
             with self._stage("dispatch"):
-                self.record["dispatch"] = dispatch.observe(timer, self.arena, self.cells, racers, found, self._progress)
+                self.record["dispatch"] = dispatch.observe(
+                    timer, self.arena, self.cells, racers, found, self._progress, self._profiled
+                )
                 self.record["counters"] = self._counters()
         return found
 

@@ -37,7 +37,7 @@ class QuietCuda(Quiet):
         self._torch, self._guards = torch, guards
         self._scratch: Any = torch.empty(2 * l2_bytes, dtype=torch.uint8, device="cuda")
         self._word: Any = torch.zeros(1, device="cuda")
-        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        self._events: Any = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
         self._driver = ctypes.CDLL("libcuda.so.1")
         self._usual_ms = median([self._write() for _ in range(9)])
 

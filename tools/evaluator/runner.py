@@ -113,7 +113,7 @@ class Runner:
             stderr=subprocess.STDOUT,
             pass_fds=(theirs.fileno(),),
             start_new_session=True,
-            env={**os.environ, **(environment or {})},
+            env={**os.environ, "TMPDIR": self._scratch.name, **(environment or {})},
         )
         theirs.close()
         self._channel = Channel(ours)

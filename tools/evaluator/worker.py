@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.core.errors import KernelError, UserError
+from tools.evaluator import sandbox
 from tools.evaluator.arena import Mapping, Ref
 from tools.evaluator.device import Graph, Thunk, open_device
 from tools.evaluator.protocol import Channel, ChannelClosed
@@ -144,6 +145,11 @@ class Worker:
         self._device.synchronize()
         return {}
 
+    def do_warm_profiler(self) -> dict[str, Any]:
+        """Load what a profiler needs, while this process can still read it."""
+        self._device.warm_profiler()
+        return {}
+
     def do_open_arena(self, chunk: int, handle: str, bytes: int) -> dict[str, Any]:
         descriptors = self._channel.descriptors
         self._mapping.open(chunk, handle, bytes, descriptors.pop() if descriptors else None)
@@ -152,15 +158,10 @@ class Worker:
     def do_load(self, kind: str, name: str, scratch: str | None = None) -> dict[str, Any]:
         if kind == "provider":
             self._host = ProviderHost(name, self._mapping)
-            return self._host.describe()
-        state = {}
+            return dict(self._host.describe())
+        state: dict[str, str] = {}
         if scratch is not None:
-            try:
-                from tools.evaluator import sandbox
-            except ImportError:
-                state = {"sandbox": "not enforced: missing"}
-            else:
-                state = sandbox.enter(scratch, [os.path.dirname(name)], self._kind)
+            state = sandbox.enter(scratch, [os.path.dirname(name)], self._kind)
         self._host = LibraryHost(name, self._mapping)
         return {"sandbox": state}
 
