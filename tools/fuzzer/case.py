@@ -95,8 +95,9 @@ class Scene:
 
 @dataclass(frozen=True)
 class Layout:
-    """How one tensor lies in memory. order: its dimensions (0 batch, 1 heads, 2 rows), outermost first. pad: entries more
-    than needed in each of the three. columns: elements more than 128 in a row. skew: bytes past a multiple of 256."""
+    """How one tensor lies in memory. order: its dimensions (0 batch, 1 heads, 2 rows; packed: 1 rows, 2 heads), outermost
+    first. pad: entries more than needed in each of them. columns: elements more than 128 in a row. skew: bytes past a
+    multiple of 256."""
 
     order: tuple[int, ...] = (0, 1, 2)
     pad: tuple[int, ...] = (0, 0, 0)
@@ -125,7 +126,7 @@ class CallSpec:
     scene: int = 0
     heads: tuple[int, int] | None = None
     capacity: int | None = None
-    behind: str = "garbage"
+    behind: str = "nan"
     view: bool = False
     q: Layout = PLAIN
     k: Layout = PLAIN
@@ -158,8 +159,9 @@ class Backend:
 
 @dataclass(frozen=True)
 class Case:
-    """before: calls that run ahead of the two, for what they leave behind. second is None where the first alone fails.
-    output: "o" or "lse". observed: what was seen (free of meaning for a replay): relation, what, words, first, ..."""
+    """The first call runs over a workspace of garbage, then those of `before`, then the second; one request, one process.
+    second is None where a call fails alone (then `before` runs ahead of it). output: "o" or "lse". observed: what was seen
+    (free of meaning for a replay): relation, what, words, first, ..."""
 
     target: str
     backend: Backend
@@ -172,7 +174,8 @@ class Case:
 
     @property
     def calls(self) -> tuple[CallSpec, ...]:
-        return (*self.before, self.first, *((self.second,) if self.second else ()))
+        """In the order in which they run."""
+        return (*self.before, self.first) if self.second is None else (self.first, *self.before, self.second)
 
 
 # ---------------------------------------------------------------- JSON
@@ -299,8 +302,8 @@ def check(case: Case, where: str = "case") -> None:
                     refuse(f"{place}.inputs.drawn", f"no kind {kind!r}; known: {', '.join(KINDS)}")
             if scene.lengths or scene.q_rows:
                 refuse(place, "drawn inputs take neither lengths nor q_rows")
-    names = [*(f"before.{i}" for i in range(len(case.before))), "first", "second"]
-    for name, call in zip(names, case.calls, strict=False):
+    named = [("first", case.first), *((f"before.{i}", call) for i, call in enumerate(case.before))]
+    for name, call in [*named, *([("second", case.second)] if case.second else [])]:
         if call.scene >= len(case.scenes):
             refuse(name, f"no scene {call.scene}: there are {len(case.scenes)}")
         if problem := why_not(case.scenes[call.scene], call):
@@ -342,6 +345,8 @@ def why_not(scene: Scene, call: CallSpec) -> str | None:
         steps = {b - a for a, b in itertools.pairwise(sequences)}
         if call.entry in ("prefill", "packed") or steps not in (set(), {0}, {1}):
             return "a view is for extend and decode of one sequence or of neighbours"
+        if call.graph:
+            return "a view is no input of a graph, whose inputs change"
         if (call.capacity or 0) > scene.keys:
             return f"a view has no more than the scene's {scene.keys} keys, capacity {call.capacity}"
     for name in TENSORS:
