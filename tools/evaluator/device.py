@@ -48,6 +48,9 @@ class CpuDevice:
     def synchronize(self) -> None:
         pass
 
+    def touch(self) -> None:
+        """The least that a device can be asked to do."""
+
     def samples_per_pass(self, graph: Graph) -> int:
         return len(graph.thunks)
 
@@ -88,6 +91,7 @@ class CudaDevice:
         self._side: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._other: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._noise: Any = None
+        self._word: Any = None
 
     @contextlib.contextmanager
     def stream(self, name: str) -> Iterator[Any]:
@@ -106,6 +110,18 @@ class CudaDevice:
 
     def synchronize(self) -> None:
         self._torch.cuda.synchronize()
+
+    def touch(self) -> None:
+        """The least that a device can be asked to do, and its end awaited: one word, between two events."""
+        torch = self._torch
+        if self._word is None:
+            self._word = torch.zeros(1, device="cuda")
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        with torch.cuda.stream(self._side):
+            events[0].record()
+            self._word.fill_(1)
+            events[1].record()
+        torch.cuda.synchronize()
 
     def samples_per_pass(self, graph: Graph) -> int:
         return 1

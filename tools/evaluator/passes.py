@@ -25,7 +25,8 @@ from tools.evaluator.statistics import median
 PART_FLOP = {"cpu": 3e6, "cuda": 2e10}  # of one part on the witness
 PARTS = {"cpu": 2, "cuda": 3}  # verified a pass
 V_SCALE = 4.0  # of a changed row of V: its weight among thousands of keys still shows
-CLOCK_SHARE, CLOCK_MS, CLOCK_CALL_MS, CLOCK_PINGS = 0.10, 0.2, 0.01, 3  # what the judge's clock may see beyond the worker's
+# What the judge's clock may see beyond the worker's: times what is usual, plus ms, plus ms a call, plus a share.
+CLOCK_USUAL, CLOCK_MS, CLOCK_CALL_MS, CLOCK_SHARE = 1.5, 0.2, 0.01, 0.05
 
 
 class Refused(Exception):
@@ -170,15 +171,18 @@ def _whole(tensor: Any) -> Any:
     return tensor
 
 
-def clock_problem(entry: Entry, ping_ms: float, device: str) -> str | None:
+def unseen_ms(entry: Entry) -> float:
+    """How much longer the judge's clock saw a pass than the worker's: its median, in milliseconds."""
+    return median([judge - worker for judge, worker in zip(entry.judge_ms, entry.worker_ms, strict=True)])
+
+
+def clock_problem(entry: Entry, usual_ms: float, device: str) -> str | None:
     """Why the worker's times cannot be believed, or None: passes took the judge's clock longer than the worker says.
 
-    ping_ms: what a request that does nothing takes.
+    usual_ms: what the judge's clock sees beyond a worker's that is trusted, or of a request that does nothing.
     """
-    unseen = median([judge - worker for judge, worker in zip(entry.judge_ms, entry.worker_ms, strict=True)])
-    said = median(entry.worker_ms)
+    unseen, said = unseen_ms(entry), median(entry.worker_ms)
     calls = len(entry.calls) if device == "cpu" else 0
-    allowed = CLOCK_PINGS * ping_ms + CLOCK_MS + CLOCK_CALL_MS * calls + CLOCK_SHARE * said
-    if unseen <= allowed:
+    if unseen <= CLOCK_USUAL * usual_ms + CLOCK_MS + CLOCK_CALL_MS * calls + CLOCK_SHARE * said:
         return None
     return f"the worker's clock counted {said:.3f} ms a pass, the judge's {said + unseen:.3f} ms"

@@ -305,7 +305,7 @@ class Runner:
         return self._graphs
 
     def ping(self) -> None:
-        """A request that does nothing but wait for the device."""
+        """A request that does next to nothing, on the device too."""
         self.synchronize()
         self.request("ping")
 

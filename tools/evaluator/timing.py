@@ -23,13 +23,13 @@ from tools.evaluator.compare import poison_, unwritten
 from tools.evaluator.grids import Cell
 from tools.evaluator.guards import ALL, Guards
 from tools.evaluator.inputs import Draw
-from tools.evaluator.passes import Entry, Inputs, Passes, Racer, Refused, clock_problem
+from tools.evaluator.passes import Entry, Inputs, Passes, Racer, Refused, clock_problem, unseen_ms
 from tools.evaluator.quiet import open_quiet
 from tools.evaluator.runner import Call, Runner, WorkerFailure
 from tools.evaluator.statistics import median, median_interval
 
 MODES = ("cold", "hot")
-MOST_CALLS = 256  # of one graph, where cold does not need more
+MOST_CALLS = 1024  # of one graph, where cold does not need more
 HOT_CALLS = 64  # of one pass on the CPU
 ENOUGH = 300  # samples: no more passes than that takes
 
@@ -51,8 +51,8 @@ class Effort:
 
 
 EFFORTS = {
-    ("cuda", "full"): Effort(15, 15, 40, 30.0, 10.0, 5, 1000.0, 4 << 30),
-    ("cuda", "quick"): Effort(15, 15, 25, 20.0, 5.0, 3, 1000.0, 2 << 30),
+    ("cuda", "full"): Effort(15, 15, 40, 60.0, 10.0, 5, 4000.0, 4 << 30),
+    ("cuda", "quick"): Effort(15, 15, 25, 40.0, 5.0, 3, 4000.0, 2 << 30),
     ("cpu", "full"): Effort(5, 15, 30, 150.0, 10.0, 2, 0.0, 0),
     ("cpu", "quick"): Effort(5, 15, 20, 60.0, 5.0, 2, 0.0, 0),
 }
@@ -193,6 +193,7 @@ class Timer:
                     raise
                 lost[racer.name] = problem.message
         self._race(passes, entries, draw)
+        usual_ms = max([2 * self._ping_ms, *(unseen_ms(entry) for entry in entries if not entry.racer.fixed)])
         record: dict[str, Any] = {
             "same_as": None,
             "calls": count,
@@ -204,7 +205,7 @@ class Timer:
         }
         for entry in entries:
             try:
-                self._settle(cell, mode, entry, passes, draw)
+                self._settle(cell, mode, entry, passes, draw, usual_ms)
             except WorkerFailure as problem:
                 if entry.racer.fixed:
                     raise
@@ -266,7 +267,7 @@ class Timer:
 
     # ------------------------------------------------------------ verdicts
 
-    def _settle(self, cell: Cell, mode: str, entry: Entry, passes: Passes, draw: Draw) -> None:
+    def _settle(self, cell: Cell, mode: str, entry: Entry, passes: Passes, draw: Draw, usual_ms: float) -> None:
         """Verify one more pass, on CUDA devices in every word, then make the record."""
         runner, count = entry.racer.runner, len(entry.calls)
         if entry.racer.fixed:
@@ -304,7 +305,7 @@ class Timer:
             "screened_us": entry.screened,
         }
         runner.drop(entry.graph)
-        self._refuse_impossible(cell, mode, entry)
+        self._refuse_impossible(cell, mode, entry, usual_ms)
 
     def _accuracy(self, cell: Cell, calls: list[Call], draw: Draw) -> oracle.Accuracy:
         """RMS error over some rows of some calls."""
@@ -317,7 +318,7 @@ class Timer:
             parts.append(oracle.errors(call.o[batch][:, rows], expected))
         return oracle.summarise(parts)
 
-    def _refuse_impossible(self, cell: Cell, mode: str, entry: Entry) -> None:
+    def _refuse_impossible(self, cell: Cell, mode: str, entry: Entry, usual_ms: float) -> None:
         floor = floor_us(cell, self._heads, self._target, mode)
         taken = entry.record["median_us"]
         problem = None
@@ -326,7 +327,7 @@ class Timer:
         elif taken < floor and self._guards.on("floor"):
             problem = f"{taken:.3f} us is below the floor of {floor:.3f} us that operations and bytes allow"
         elif entry.racer.fixed and self._guards.on("clock"):
-            problem = clock_problem(entry, self._ping_ms, self.device)
+            problem = clock_problem(entry, usual_ms, self.device)
         if problem and entry.racer.fixed:
             raise Refused(f"{entry.racer.name}: {cell.name} {mode}: {problem}")
         if problem:

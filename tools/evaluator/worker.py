@@ -142,7 +142,7 @@ class Worker:
         return {"pid": os.getpid()}
 
     def do_ping(self) -> dict[str, Any]:
-        self._device.synchronize()
+        self._device.touch()
         return {}
 
     def do_warm_profiler(self) -> dict[str, Any]:
