@@ -114,6 +114,21 @@ def admissible(cells: list[dict[str, Any]], root: dict[str, float], max_slowdown
     return found
 
 
+def doubtful(cells: list[dict[str, Any]], root: dict[str, float], max_slowdown: float) -> list[str]:
+    """Cells in which the limit lies inside the ratio's interval, each as a sentence. The plain ratio of medians decides
+    all the same; another run may decide otherwise. A root taken from a report has no interval of its own."""
+    found = []
+    for cell in cells:
+        kernels, base = cell["modes"]["cold"]["kernels"], root.get(cell["name"])
+        if base is None or "candidate" not in kernels:
+            continue
+        fast, slow = kernels["root"]["interval_us"] if "root" in kernels else (base, base)
+        low, high = (taken / other for taken, other in zip(kernels["candidate"]["interval_us"], (slow, fast), strict=True))
+        if low <= max_slowdown < high:
+            found.append(f"{cell['name']}: the ratio to the root lies between {low:.3f} and {high:.3f}, limit {max_slowdown}")
+    return found
+
+
 def samples(cells: list[dict[str, Any]], racer: str) -> list[list[float]]:
     return [cell["modes"]["cold"]["kernels"][racer]["samples_us"] for cell in cells]
 

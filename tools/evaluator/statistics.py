@@ -21,12 +21,20 @@ def median_interval(values: list[float], confidence: float = 0.95) -> tuple[floa
     ordered, n = sorted(values), len(values)
     below, k = 0.0, 0
     while k < n // 2:
-        below += math.comb(n, k) / 2.0**n
+        below += math.comb(n, k) / 2**n
         if 1.0 - 2.0 * below < confidence:
             break
         k += 1
     k = max(k, 1)
     return ordered[k - 1], ordered[n - k]
+
+
+def in_parts(values: list[float], count: int) -> list[list[float]]:
+    """Consecutive parts of equal size. ValueError where there is no such split."""
+    size, rest = divmod(len(values), count) if count else (0, 1)
+    if rest or not size:
+        raise ValueError(f"{len(values)} values have no {count} equal parts")
+    return [values[start : start + size] for start in range(0, len(values), size)]
 
 
 def geometric_mean(values: list[float]) -> float:

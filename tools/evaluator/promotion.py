@@ -1,0 +1,208 @@
+"""Whether a candidate may take the incumbent's place: measured against noise, on two clocks, in several fresh sessions.
+
+A *session* is one list of cell records, timed with the candidate, the incumbent and the incumbent's *twin* (a second
+process with the very same library) in fresh processes whose passes are interleaved. Of every pass there are two times:
+the worker's (median of its samples) and the judge's own, which no candidate can forge. On each clock:
+
+    gain of a cell     1 - r, ln r = mean over incumbent and twin of the median over passes of ln(candidate / it)
+    A/A of a cell      median over passes of ln(twin / incumbent): how far equal libraries lie apart
+    gain, A/A of T     sums over cells, weighted with the cell's share of the incumbent's T
+
+One process's own offset (where its memory lies, which cores it got) does not show within a session. It is estimated from
+the A/A readings and from how the gain moves between sessions, in three ways of which the largest counts: for T as a whole;
+cell by cell, so that a cell with a wide A/A widens the interval; from the gain's moves alone, for a candidate less steady
+than the incumbent.
+
+The candidate is better if on both clocks every session shows a gain, the mean gain is at least LEAST_GAIN, and the lower end
+of its interval (Student's, 98.5 % one-sided) lies above 0; T as the report states it must be lower too. A session without
+gain ends the matter; where two sessions leave it open, a third and a fourth decide. These are three looks at 1.5 % each,
+so at most about 4.5 % of equal candidates are promoted: the rate of one attempt, not of a search that tries a hundred.
+tests/test_promotion.py measures it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from tools.evaluator.objective import admissible, doubtful, total
+from tools.evaluator.statistics import in_parts, median
+
+Session = list[dict[str, Any]]
+CLOCKS = ("worker", "judge")
+RIVALS = ("incumbent", "twin")
+MOST_SESSIONS = 4
+LEAST_GAIN = 0.005  # the judge's clock and the passes' order resolve no less
+TINY_US = 1e-3  # a worker may claim zeros; its median is refused elsewhere
+STUDENT = {1: 21.205, 2: 3.896, 3: 3.003, 4: 2.715}  # sessions -> 98.5 % quantile at 2 sessions - 1 degrees of freedom
+OF_GAIN, OF_AA = 1.5, 2.0  # variance in units of one process's: of candidate - mean of two, and of one - another
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One session on one clock: gain and A/A of every cell, the cells' shares of the incumbent's T, and their sums."""
+
+    gains: list[float]
+    apart: list[float]
+    shares: list[float]
+
+    @property
+    def gain(self) -> float:
+        return sum(share * gain for share, gain in zip(self.shares, self.gains, strict=True))
+
+    @property
+    def aa(self) -> float:
+        return sum(share * apart for share, apart in zip(self.shares, self.apart, strict=True))
+
+
+def pass_times(record: dict[str, Any], clock: str) -> list[float]:
+    """Microseconds a call of every pass of a kernel. Samples stand in order of passes, equally many in each."""
+    passes: list[float] = record["pass_us"]
+    if clock == "judge":
+        return passes
+    return [median(part) for part in in_parts(record["samples_us"], len(passes))]
+
+
+def apart(first: list[float], second: list[float]) -> float:
+    """Median over passes of a difference of logarithms. Paired, so that what slows the whole machine for a while cancels;
+    one of them may have had more passes at the end."""
+    return median([a - b for a, b in zip(first, second, strict=False)])
+
+
+def read(session: Session, w: dict[str, float], clock: str) -> Reading:
+    """Gains and A/A of one session. Against each rival by itself: equal processes then give 0 however skewed the noise."""
+    gains, between, parts = [], [], []
+    for cell in session:
+        kernels = cell["modes"]["cold"]["kernels"]
+        times = [pass_times(kernels[racer], clock) for racer in ("candidate", *RIVALS)]
+        candidate, incumbent, twin = ([math.log(max(taken, TINY_US)) for taken in passes] for passes in times)
+        gains.append(1 - math.exp(0.5 * (apart(candidate, incumbent) + apart(candidate, twin))))
+        between.append(apart(twin, incumbent))
+        parts.append(w[cell["name"]] * 0.5 * (median(times[1]) + median(times[2])))
+    return Reading(gains, between, [part / sum(parts) for part in parts])
+
+
+def _moved(gains: list[float]) -> float:
+    """Sum of the squared moves of a gain between sessions, in variances of one process."""
+    mean = sum(gains) / len(gains)
+    return sum((gain - mean) ** 2 for gain in gains) / OF_GAIN
+
+
+def _process_variance(gains: list[float], apart: list[float]) -> float:
+    """Variance of one process's offset, from a gain and an A/A reading of each session: 2 sessions - 1 degrees of freedom."""
+    return (_moved(gains) + sum(value**2 for value in apart) / OF_AA) / (2 * len(gains) - 1)
+
+
+def _on_clock(readings: list[Reading]) -> dict[str, Any]:
+    """Mean gain, its interval, and the spread of one process, from all sessions on one clock."""
+    count = len(readings)
+    gains, aa = [r.gain for r in readings], [r.aa for r in readings]
+    share = [sum(part) / count for part in zip(*(r.shares for r in readings), strict=True)]
+    cells = [_process_variance([r.gains[i] for r in readings], [r.apart[i] for r in readings]) for i in range(len(share))]
+    by_cells = sum(part**2 * variance for part, variance in zip(share, cells, strict=True))
+    spread = math.sqrt(max(_process_variance(gains, aa), by_cells, _moved(gains) / max(1, count - 1)))
+    gain, reach = sum(gains) / count, STUDENT[count] * spread * math.sqrt(OF_GAIN / count)
+    return {
+        "gain": gain,
+        "interval": [gain - reach, gain + reach],
+        "gains": gains,
+        "aa": aa,
+        "process_spread": spread,
+        "cell_spreads": [math.sqrt(variance) for variance in cells],
+    }
+
+
+def compare(sessions: list[Session], w: dict[str, float], *, noise: bool = True) -> dict[str, Any]:
+    """Candidate against incumbent. `verdict`: better, not better, or unclear (another session may decide).
+
+    noise=False takes any lower T for a gain: only to show what that would promote.
+    """
+    readings = {clock: [read(session, w, clock) for session in sessions] for clock in CLOCKS}
+    clocks = {clock: _on_clock(readings[clock]) for clock in CLOCKS}
+    lower = (total(sessions[0], w, "candidate") or 0.0) < (total(sessions[0], w, "incumbent") or 0.0)
+    if not lower:
+        verdict, why = "not better", "T is not below the incumbent's"
+    elif noise:
+        verdict, why = _verdict(clocks, len(sessions))
+    else:
+        verdict, why = "better", "T is below the incumbent's; noise was not looked at"
+    judged = readings["judge"]
+    spreads = clocks["judge"]["cell_spreads"]
+    cells = [
+        {
+            "name": cell["name"],
+            "share": sum(r.shares[i] for r in judged) / len(judged),
+            "gain": sum(r.gains[i] for r in judged) / len(judged),
+            "aa": [r.apart[i] for r in judged],
+            "process_spread": spreads[i],
+        }
+        for i, cell in enumerate(sessions[0])
+    ]
+    for found in clocks.values():
+        del found["cell_spreads"]
+    return {"sessions": len(sessions), "clocks": clocks, "cells": cells, "verdict": verdict, "why": why}
+
+
+def _verdict(clocks: dict[str, dict[str, Any]], sessions: int) -> tuple[str, str]:
+    """(verdict, reason): the clock that says less decides."""
+    for clock, found in clocks.items():
+        for number, gain in enumerate(found["gains"], 1):
+            if gain <= 0:
+                return "not better", f"measurement {number} shows no gain on the {clock}'s clock ({_percent(gain)})"
+    clock, found = min(clocks.items(), key=lambda item: item[1]["interval"][0])
+    gain = min(item["gain"] for item in clocks.values())
+    low, high = found["interval"]
+    text = f"T is {_percent(gain)} lower in {sessions} measurements, interval {_percent(low)} to {_percent(high)}"
+    if sessions > 1 and low > 0 and gain >= LEAST_GAIN:
+        return "better", text
+    if sessions > 1 and high < LEAST_GAIN:
+        return "not better", f"{text}: less than {_percent(LEAST_GAIN)} at best"
+    text += f": not beyond noise, or below {_percent(LEAST_GAIN)}"
+    return ("unclear" if sessions < MOST_SESSIONS else "not better"), text
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:.2f} %"
+
+
+def decide(
+    problems: list[str], comparison: dict[str, Any] | None, blockers: list[str], sealed: bool | None
+) -> tuple[bool, str]:
+    """(promoted, reason). Of the sealed cases the reason says only that they failed, never which or how."""
+    if blockers:
+        return False, f"not a run that promotes: {'; '.join(blockers)}"
+    if problems:
+        return False, f"not admissible: {problems[0]}" + (f" and {len(problems) - 1} cells more" if len(problems) > 1 else "")
+    if comparison is None:
+        return False, "no incumbent to compare with"
+    if comparison["verdict"] != "better":
+        return False, comparison["why"]
+    if sealed is None:
+        return False, "the sealed cases were not run"
+    if not sealed:
+        return False, "the sealed cases failed"
+    return True, comparison["why"]
+
+
+def record(
+    first: Session,
+    comparison: dict[str, Any] | None,
+    root: dict[str, float] | None,
+    max_slowdown: float,
+    blockers: list[str],
+    sealed: bool | None,
+) -> dict[str, Any]:
+    """The report's `promotion`. first: the first session; root: each cell's latency under the root, microseconds."""
+    problems = admissible(first, root, max_slowdown) if root is not None else []
+    promoted, reason = decide(problems, comparison, blockers, sealed)
+    return {
+        "admissible": not problems,
+        "problems": problems,
+        "doubtful": doubtful(first, root, max_slowdown) if root is not None else [],
+        "blockers": blockers,
+        "sealed": {True: "passed", False: "failed", None: "not run"}[sealed],
+        "comparison": comparison,
+        "promoted": promoted,
+        "reason": reason,
+    }
