@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,9 +19,9 @@ from tools.core import files
 from tools.core.config import Target, load_target
 from tools.core.errors import BuildError, UserError
 from tools.loader import build as build_module
-from tools.loader import device, interface, ptxas, toolchain
+from tools.loader import device, interface, ptxas, sources, toolchain
 from tools.loader.abi import Library, Params
-from tools.loader.build import build
+from tools.loader.build import build, unchanged
 
 SOURCE = '#include "answer.h"\nextern "C" int answer() { return ANSWER; }\n'
 
@@ -101,29 +102,121 @@ def test_candidate_takes_the_sources_place(project: Project, tmp_path: Path) -> 
     assert build(project.target(), candidate).key == build(project.target()).key
 
 
-@pytest.mark.parametrize("damage", ["library", "truncated library", "manifest", "no manifest", "header", "format"])
-def test_damaged_entry_is_rebuilt(project: Project, damage: str) -> None:
+def reseal(manifest: Path, **changes: object) -> None:
+    """Change a manifest as somebody would who has read the cache's code."""
+    facts = {**json.loads(manifest.read_text()), **changes}
+    facts.pop("seal")
+    manifest.write_text(json.dumps({**facts, "seal": files.sha256_json(facts)}))
+
+
+@pytest.mark.parametrize("poison, name, words", [
+    ("library", "kernel.so", "has sha256"), ("object", "kernel.o", "has sha256"), ("truncated", "kernel.so", "has sha256"),
+    ("no library", "kernel.so", "cannot read: No such file"), ("manifest cut", "manifest.json", "is no manifest"),
+    ("manifest byte", "manifest.json", "has been changed"), ("no manifest", "manifest.json", "cannot read: No such file"),
+    ("other build", "manifest.json", "belongs to another build"), ("wrong types", "manifest.json", "is no manifest"),
+    ("library link", "kernel.so", "is a symbolic link"), ("manifest link", "manifest.json", "is a symbolic link"),
+    ("entry link", "", "is a symbolic link"), ("library folder", "kernel.so", "cannot read: not a regular file"),
+])  # fmt: skip
+def test_poisoned_entry_is_refused_by_name(project: Project, tmp_path: Path, poison: str, name: str, words: str) -> None:
+    first = build(project.target())
+    entry = first.library.parent
+    manifest = entry / "manifest.json"
+    if poison in ("library", "object"):
+        path = first.library if poison == "library" else first.object
+        path.write_bytes(path.read_bytes()[:-8] + b"damaged!")
+    elif poison == "truncated":
+        first.library.write_bytes(first.library.read_bytes()[:100])
+    elif poison.startswith("no "):
+        (entry / name).unlink()
+    elif poison == "manifest cut":
+        manifest.write_text(manifest.read_text()[:50])
+    elif poison == "manifest byte":
+        manifest.write_text(manifest.read_text().replace('"log": "', '"log": "x'))
+    elif poison == "other build":
+        project.header.write_text("#define ANSWER 43\n")
+        other = build(project.target())
+        project.header.write_text("#define ANSWER 42\n")
+        for file in ("manifest.json", "kernel.so", "kernel.o"):
+            (entry / file).write_bytes((other.library.parent / file).read_bytes())
+    elif poison == "wrong types":
+        reseal(manifest, headers=7)
+    elif poison == "entry link":
+        entry.rename(tmp_path / "moved")
+        entry.symlink_to(tmp_path / "moved")
+    elif poison == "library folder":
+        first.library.unlink()
+        first.library.mkdir()
+    else:
+        (entry / name).rename(tmp_path / "moved")
+        (entry / name).symlink_to(tmp_path / "moved")
+    with pytest.raises(BuildError, match=rf"{entry.name}/?{name}: {words}.*delete .*{entry.name}") as caught:
+        build(project.target())
+    assert caught.value.status == "REFUSED"
+    if entry.is_symlink():
+        entry.unlink()
+    else:
+        shutil.rmtree(entry)
+    assert answer(build(project.target()).library) == 42  # what the message says helps
+
+
+def test_links_among_the_locks_are_refused(project: Project, tmp_path: Path) -> None:
+    first = build(project.target())
+    lock = first.library.parents[1] / "locks" / first.key
+    lock.unlink()
+    lock.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(BuildError, match=rf"locks/{first.key}: is a symbolic link"):
+        build(project.target())
+
+
+def test_a_changed_system_header_is_built_again(project: Project) -> None:
     project.source.write_text("#include <stddef.h>\n" + SOURCE)
     first = build(project.target())
     manifest = first.library.with_name("manifest.json")
-    facts = json.loads(manifest.read_text())
-    if damage == "library":
-        first.library.write_bytes(first.library.read_bytes()[:-8] + b"damaged!")
-    elif damage == "truncated library":
-        first.library.write_bytes(first.library.read_bytes()[:100])
-    elif damage == "manifest":
-        manifest.write_text(manifest.read_text()[:50])
-    elif damage == "no manifest":
-        manifest.unlink()
-    elif damage == "header":
-        name = next(name for name in facts["headers"] if name.endswith("stddef.h"))
-        manifest.write_text(json.dumps({**facts, "headers": {**facts["headers"], name: "0" * 64}}))
-    else:
-        manifest.write_text(json.dumps({"library_sha256": facts["library_sha256"], "headers": []}))
-    second = build(project.target())
-    assert not second.cached
-    assert answer(second.library) == 42
+    name = next(name for name in first.headers if name.endswith("stddef.h"))
+    reseal(manifest, headers={**first.headers, name: "0" * 64})
+    assert not build(project.target()).cached
     assert build(project.target()).cached
+
+
+def test_fresh_build_trusts_no_entry(project: Project, tmp_path: Path) -> None:
+    cached = build(project.target())
+    cached.library.write_bytes(b"poison")
+    for place in (True, tmp_path / "given"):
+        built = build(project.target(), fresh=place)
+        assert not built.cached
+        assert answer(built.library) == 42
+        assert built.library.parent.stat().st_mode & 0o077 == 0
+        assert sorted(path.name for path in built.library.parent.iterdir()) == ["kernel.o", "kernel.so"]
+        assert (built.key, built.library_sha256) == (cached.key, cached.library_sha256)
+    with pytest.raises(UserError, match=r"given: a fresh build needs a new or empty folder"):
+        build(project.target(), fresh=tmp_path / "given")
+
+
+def test_a_library_changed_after_its_build_is_refused(project: Project, tmp_path: Path) -> None:
+    built = build(project.target(), fresh=tmp_path / "given")
+    unchanged(built)
+    built.library.chmod(0o644)
+    built.library.write_bytes(built.library.read_bytes() + b"x")
+    with pytest.raises(BuildError, match=r"kernel.so: has changed since it was built"):
+        unchanged(built)
+
+
+def test_source_that_is_no_plain_file_is_refused(project: Project, tmp_path: Path) -> None:
+    link, pipe = tmp_path / "link.cpp", tmp_path / "pipe.cpp"
+    link.symlink_to(project.source)
+    os.mkfifo(pipe)
+    for path, words in ((link, r"is a symbolic link \(to .*mine.cpp\)"), (pipe, "not a regular file")):
+        with pytest.raises(UserError, match=rf"{path.name}: .*{words}"):
+            build(project.target(), path)
+
+
+def test_declared_file_that_leads_out_of_the_tree_is_refused(project: Project, tmp_path: Path) -> None:
+    outside = tmp_path / "outside.h"
+    outside.write_text(project.header.read_text())
+    project.header.unlink()
+    project.header.symlink_to(outside)
+    with pytest.raises(UserError, match=r"kernels/answer.h leads outside .*outside.h"):
+        build(project.target())
 
 
 def test_undeclared_includes_are_refused_by_name(project: Project, tmp_path: Path) -> None:
@@ -137,9 +230,45 @@ def test_undeclared_includes_are_refused_by_name(project: Project, tmp_path: Pat
         ) as caught:
             build(project.target())
         assert caught.value.status == "REFUSED"
-    project.source.write_text('asm(".inc" "bin \\"/etc/hostname\\"");\n' + SOURCE)
-    with pytest.raises(BuildError, match="incbin is refused"):
+
+
+@pytest.mark.parametrize("text, word", [
+    ('asm(".inc" "bin \\"/etc/hostname\\"");', "incbin"),
+    ('asm(".in\\143bin \\"/etc/hostname\\"");', "incbin"),
+    ('#define NAME "bin \\"/etc/hostname\\""\nasm(".inc" NAME);', "incbin"),
+    ('asm(R"x(.include "/etc/hostname")x");', "include"),
+    ('asm(".macro m a b\\n\\\\a\\\\b\\n.endm");', "macro"),
+    ('#if 0\n#/* */em\\\nbed "secret"\n#endif', "embed"),
+    ('#if __has_include("/etc/hostname")\n#endif', "__has_include"),
+])  # fmt: skip
+def test_text_that_reads_undeclared_files_is_refused(project: Project, text: str, word: str) -> None:
+    project.source.write_text(f"{text}\n{SOURCE}")
+    with pytest.raises(BuildError, match=rf"mine.cpp: {word} is refused: it .* a file that nobody declares") as caught:
         build(project.target())
+    assert caught.value.status == "REFUSED"
+
+
+@pytest.mark.parametrize("text", [
+    'const char* words = "embed, include, has_include";', "int embed; // #embed __has_include .incbin",
+    'asm("# a comment");',
+])  # fmt: skip
+def test_text_that_reads_nothing_is_built(project: Project, text: str) -> None:
+    project.source.write_text(f"{text}\n{SOURCE}")
+    assert answer(build(project.target()).library) == 42
+
+
+def test_the_assembler_lists_what_it_reads(project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the text does not say so: the scan of the text is switched off here."""
+    if not toolchain.cxx_toolchain().gnu:
+        pytest.skip("this compiler's assembler keeps no list")
+    monkeypatch.setattr(sources, "undeclared_read", lambda data: None)
+    (tmp_path / "far.inc").write_text("# far\n")
+    name = tmp_path / "far.inc"
+    macro = f'.macro m a b\n\\a\\b "{name}"\n.endm\n m .inc bin'
+    for spelling in (f'.incbin "{name}"', f'.include "{name}"', macro, '.incbin "../../far.inc"'):
+        project.source.write_text(f'asm(R"x({spelling})x");\n{SOURCE}')
+        with pytest.raises(BuildError, match=r"mine.cpp: includes .*far.inc, which the config does not declare"):
+            build(project.target())
 
 
 def test_environment_adds_no_headers_and_no_flags(project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

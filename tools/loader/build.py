@@ -4,25 +4,29 @@
     built.library, built.resources, built.cached
 
 The declared files are checked against their hashes and copied into the build's own folder, so what was hashed is what
-is compiled; afterwards the compiler's dependency file may name only them and headers of the system, of CUDA, and of
-the header libraries that the config lists. A candidate source takes the place of the config's source, wherever it lies.
-Nothing is ever loaded here, and no GPU is needed.
+is compiled; afterwards the dependency files of compiler and assembler may name only them and headers of the system, of
+CUDA, and of the header libraries that the config lists. A candidate source takes the place of the config's source,
+wherever it lies. Nothing is ever loaded here, and no GPU is needed.
 
-The cache ($AREAL_TIK_CACHE, or .cache/kernels in the repository) holds one folder for each key. A key covers contents,
-flags, compilers, torch's version and, for -march=native, the processor. A cached library is used only if its own hash
-and those of all headers it read are as recorded; else it is built again. Builds of one key wait for each other.
+The source is compiled to an object first, which is kept: what it asks of other libraries can be read from it, and not
+from the linked library, which holds CUDA's runtime as well (tools/evaluator/static.py).
+
+The cache ($AREAL_TIK_CACHE, or .cache/kernels in the repository) holds one folder for each key; see cache.py. A key
+covers contents, flags, compilers, torch's version and, for -march=native, the processor. Builds of one key wait for each
+other. With `fresh` a build uses a private folder of its own and trusts nothing that was built before.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
-import json
 import os
 import re
 import shlex
 import shutil
+import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,9 +35,11 @@ from tools.core import files
 from tools.core.config import Target
 from tools.core.errors import BuildError, UserError
 from tools.core.files import REPO_ROOT, show_path
-from tools.loader import ninja, ptxas, toolchain
+from tools.loader import cache, ninja, ptxas, sources, toolchain
+from tools.loader.cache import LIBRARY, OBJECT
+from tools.loader.ninja import Step
 
-FORMAT = 1  # of the cache; part of every key
+DRIVER_CALLS = Path(__file__).with_name("driver_calls.cpp")  # linked into every CUDA library
 SUFFIXES = {"nvcc": (".cu",), "c++": (".cpp", ".cc", ".cxx")}
 _MISSING = re.compile(
     r"fatal error: (?:'([^']+)' file not found|([^:\n]+): No such file)|could not open source file \"([^\"]+)\""
@@ -46,14 +52,17 @@ class Built:
     """A built library and all that identifies it."""
 
     library: Path
+    object: Path  # the candidate's own part of the library, before linking
     source: Path
     source_sha256: str
     files: dict[str, str]  # every declared file, root-relative -> SHA-256; the candidate under the config's source name
     headers: dict[str, str]  # every other header that was read -> SHA-256
     preprocessed_sha256: str
     library_sha256: str
+    object_sha256: str
     key: str
     command: list[str]
+    link: list[str]
     toolchain: dict[str, str]
     log: str
     resources: list[dict[str, Any]]  # one a CUDA kernel: kernel, registers, shared_bytes, spill_*_bytes, stack_bytes
@@ -62,16 +71,17 @@ class Built:
     cached: bool
 
 
-def cache_folder() -> Path:
-    """Where built libraries are kept."""
-    return Path(os.environ.get("AREAL_TIK_CACHE") or REPO_ROOT / ".cache" / "kernels").absolute()
-
-
-def build(target: Target, source: Path | None = None, *, role: str = "kernel", verbose: bool = False) -> Built:
+def build(
+    target: Target, source: Path | None = None, *, role: str = "kernel", verbose: bool = False, fresh: bool | Path = False
+) -> Built:
     """Build (or find in the cache) the config's source of a role, or a candidate in its place.
 
-    Raises UserError for a missing compiler, a changed or missing file; BuildError (with status and log) for a source
-    that does not compile, takes too long, or reads a file that it does not declare.
+    fresh: build anew and trust no cache entry, in a new private folder under the cache, or in the one given (new or
+    empty). The caller removes it; nothing else ever reads it.
+
+    Raises UserError for a missing compiler, a changed or missing file, a source that is a symbolic link; BuildError (with
+    status and log) for a source that does not compile, takes too long, or reads a file that it does not declare, and for
+    a cache entry that does not match its manifest.
     """
     contents = {_place(name): data for name, data in target.verified_files(role, without_source=source is not None).items()}
     configured = next(iter(target.kernel_files(role)))
@@ -79,43 +89,64 @@ def build(target: Target, source: Path | None = None, *, role: str = "kernel", v
     path = target.root / configured
     if source is not None:
         path = source.absolute()
-        contents[source_name] = files.read_bytes(path)
+        contents[source_name] = cache.read_regular(path)
     compiler = target.config["build"]["compiler"]
     if path.suffix not in SUFFIXES[compiler]:
         raise UserError(f"{show_path(path)}: a source for {compiler} ends in {' or '.join(SUFFIXES[compiler])}")
     digests = {name: files.sha256_bytes(data) for name, data in contents.items()}
-    tools, command, preprocess = _commands(target, source_name, list(contents))
+    for name, data in contents.items():
+        if word := sources.undeclared_read(data):
+            raise _hidden_read(path if name == source_name else target.root / name, word)
+    plan = _plan(target, source_name, list(contents))
     identity = {
-        "format": FORMAT, "files": digests, "source": source_name, "command": command, "toolchain": tools.identity,
-        "torch": _package("torch"), "cpu": toolchain.cpu_identity() if "-march=native" in command else "",
+        "files": digests, "source": source_name, "commands": {name: step.command for name, step in plan.steps.items()},
+        "linked": [files.sha256_file(DRIVER_CALLS)], "toolchain": plan.tools.identity, "torch": _package("torch"),
+        "cpu": toolchain.cpu_identity() if "-march=native" in plan.steps[OBJECT].command else "",
     }  # fmt: skip
-    key = files.sha256_json(identity)[:32]
-    cache = files.make_folder(cache_folder())
+    key = cache.key_of(identity)
     notes = [f"{name} is set and is not passed to the compiler" for name in toolchain.clean_environment()[1]]
-    entry = cache / key
-    with files.file_lock(cache / "locks" / key):
-        cached = _read_entry(entry)
-        if cached is None:
-            started = time.monotonic()
-            facts = _build_entry(entry, target, path, source_name, contents, tools, command, preprocess)
-            facts |= {"seconds": time.monotonic() - started, "key": key, "command": command, "toolchain": tools.identity}
-            files.write_atomic(entry / "manifest.json", json.dumps(facts, indent=1, sort_keys=True))
-        facts = cached or facts
+    top = files.make_folder(cache.cache_folder())
+
+    def make(folder: Path) -> dict[str, Any]:
+        started = time.monotonic()
+        facts = _compile(folder, top / f"{key}.log", target, path, source_name, contents, plan)
+        return {**facts, "seconds": time.monotonic() - started, "key": key, "identity": identity}
+
+    cached = None
+    if fresh:
+        entry = _private_folder(top / "fresh" if fresh is True else Path(fresh).absolute(), inside=fresh is True)
+        facts = make(entry)
+        for name in (LIBRARY, OBJECT):
+            (entry / name).chmod(0o444)
+    else:
+        entry = top / key
+        cache.refuse_links(top / "locks", top / "locks" / key)
+        with files.file_lock(top / "locks" / key):
+            cached = cache.read_entry(entry, identity)
+            facts = cached or _new_entry(entry, make)
     built = Built(
-        library=entry / "kernel.so", source=path, source_sha256=digests[source_name], files=digests, notes=notes,
-        cached=cached is not None, **{name: facts[name] for name in _RECORDED},
+        library=entry / LIBRARY, object=entry / OBJECT, source=path, source_sha256=digests[source_name], files=digests,
+        notes=notes, cached=cached is not None, command=plan.steps[OBJECT].command, link=plan.steps[LIBRARY].command,
+        toolchain=plan.tools.identity, **{name: facts[name] for name in _RECORDED},
     )  # fmt: skip
     if verbose:
         print_built(built)
     return built
 
 
+_RECORDED = ("headers", "preprocessed_sha256", "library_sha256", "object_sha256", "key", "log", "resources", "seconds")
+
+
+def unchanged(built: Built) -> None:
+    """BuildError (REFUSED) where a built file is no longer what the build produced; asked before every load."""
+    for path, digest in ((built.library, built.library_sha256), (built.object, built.object_sha256)):
+        if (actual := files.sha256_bytes(cache.read_regular(path))) != digest:
+            raise BuildError(f"{show_path(path)}: has changed since it was built (sha256 {actual[:12]}...)", "REFUSED")
+
+
 def _place(name: str) -> str:
     """Where a declared file lies inside the build's folder: as below the root or the repository."""
     return Path(name).relative_to(REPO_ROOT).as_posix() if Path(name).is_absolute() else name
-
-
-_RECORDED = ("headers", "preprocessed_sha256", "library_sha256", "key", "command", "toolchain", "log", "resources", "seconds")
 
 
 def print_built(built: Built) -> None:
@@ -134,75 +165,102 @@ def print_built(built: Built) -> None:
         print(f"{use['registers']:>9} {use['shared_bytes']:>9} {spills:>8} {use['stack_bytes']:>8}  {name}")
 
 
-def _commands(target: Target, source: str, names: list[str]) -> tuple[toolchain.Toolchain, list[str], list[str]]:
-    """The toolchain, the compile command and the preprocess command; paths relative to the build's folder."""
+@dataclass(frozen=True)
+class _Plan:
+    """The toolchain and every step, by output; paths are relative to the build's folder."""
+
+    tools: toolchain.Toolchain
+    steps: dict[str, Step]
+
+
+def _plan(target: Target, source: str, names: list[str]) -> _Plan:
+    """How a target's source becomes an object and the object a library."""
     section, contract = target.config["build"], target.config["contract"]
     if flag := toolchain.refused_flag(section["flags"]):
         raise target.error("build.flags", f"{flag} is refused: rounding belongs to the contract (contract.flags)")
     folders = sorted({str(Path("src", name).parent) for name in names})
-    flags = [f"-std={section['standard']}", *section["flags"], *contract["flags"], *(f"-I{name}" for name in folders)]
+    common = [f"-std={section['standard']}", *section["flags"], *contract["flags"]]
+    flags = [*common, *(f"-I{name}" for name in folders)]
     cuda = section["compiler"] == "nvcc"
     tools = toolchain.nvcc_toolchain() if cuda else toolchain.cxx_toolchain()
     if "cutlass" in section["headers"]:
         cutlass = toolchain.find_cutlass()
-        flags.append(f"-I{cutlass}")
+        flags += [f"-I{cutlass}", "-DCUTLASS_ENABLE_DIRECT_CUDA_DRIVER_CALL=1"]  # see driver_calls.cpp
         identity = {**tools.identity, "cutlass": files.sha256_file(cutlass / "cutlass" / "version.h")}
         tools = dataclasses.replace(tools, identity=identity, include_roots=(*tools.include_roots, cutlass))
-    unit = str(Path("src", source))
-    if cuda:
-        for arch in section["arch"]:
-            flags += ["-gencode", f"arch={arch}"]
-        shared = ["-Xcompiler", "-fPIC", "-shared", "-cudart", "static", "--ptxas-options=-v"]
-        preprocess = [*tools.command, *flags, "-E", "-Xcompiler", "-P", unit, "-o", "unit.i"]
-    else:
-        shared = ["-fPIC", "-shared"]
-        preprocess = [*tools.command, *flags, "-E", "-P", unit, "-o", "unit.i"]
-    return tools, [*tools.command, *flags, *shared, "-MD", "-MF", "kernel.d", unit, "-o", "kernel.so"], preprocess
+    program, unit = list(tools.command), str(Path("src", source))
+    listing = ["-Xassembler", "--MD=kernel.as.d"] if tools.gnu else []
+    if not cuda:
+        compile_flags = [*flags, "-fPIC", *listing, "-MD", "-MF", "kernel.d", "-c"]
+        link = [*program, *common, "-shared", OBJECT, "-o", LIBRARY]
+        return _Plan(tools, {
+            "unit.i": Step([*program, *flags, "-E", "-P", unit, "-o", "unit.i"]),
+            OBJECT: Step([*program, *compile_flags, unit, "-o", OBJECT]),
+            LIBRARY: Step(link, (OBJECT,)),
+        })  # fmt: skip
+    for arch in section["arch"]:
+        flags += ["-gencode", f"arch={arch}"]
+    host = [word for flag in ("-fPIC", *listing) for word in ("-Xcompiler", flag)]
+    # Device code stays uncompressed, so that it can be read from the object.
+    compile_flags = [*flags, *host, "--no-compress", "--ptxas-options=-v", "-MD", "-MF", "kernel.d", "-c"]
+    link = [*program, *common, "-Xcompiler", "-fPIC", "-shared", "-cudart", "static", "--no-device-link"]
+    return _Plan(tools, {
+        "unit.i": Step([*program, *flags, "-E", "-Xcompiler", "-P", unit, "-o", "unit.i"]),
+        OBJECT: Step([*program, *compile_flags, unit, "-o", OBJECT]),
+        "driver_calls.o": Step([*program, "-O2", "-Xcompiler", "-fPIC", "-c", DRIVER_CALLS.name, "-o", "driver_calls.o"]),
+        LIBRARY: Step([*link, OBJECT, "driver_calls.o", "-o", LIBRARY], (OBJECT, "driver_calls.o")),
+    })  # fmt: skip
 
 
-def _read_entry(entry: Path) -> dict[str, Any] | None:
-    """A cache entry's manifest, if the library and every header it read are as recorded."""
-    try:
-        facts = json.loads((entry / "manifest.json").read_bytes())
-        recorded = {str(entry / "kernel.so"): facts["library_sha256"], **facts["headers"]}
-        intact = all(files.sha256_bytes(Path(name).read_bytes()) == digest for name, digest in recorded.items())
-        return facts if intact and all(name in facts for name in _RECORDED) else None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
+def _private_folder(path: Path, *, inside: bool) -> Path:
+    """A new folder that only this user may enter: inside a path, or the path itself."""
+    if inside:
+        return Path(tempfile.mkdtemp(prefix="build-", dir=files.make_folder(path)))
+    if path.is_symlink() or (path.exists() and (not path.is_dir() or any(path.iterdir()))):
+        raise UserError(f"{show_path(path)}: a fresh build needs a new or empty folder")
+    files.make_folder(path).chmod(0o700)
+    return path
 
 
-def _build_entry(
-    entry: Path, target: Target, path: Path, source_name: str, contents: dict[str, bytes], tools: toolchain.Toolchain,
-    command: list[str], preprocess: list[str],
-) -> dict[str, Any]:  # fmt: skip
-    """Build in a folder of its own and move the result into place. The caller holds the key's lock."""
+def _new_entry(entry: Path, make: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
+    """Build in a folder beside a cache entry and move the whole into place. The caller holds the key's lock."""
     work = entry.with_name(f"{entry.name}.build")
+    cache.refuse_links(work)
     shutil.rmtree(work, ignore_errors=True)
     try:
-        for name, data in contents.items():
-            files.write_new(work / "src" / name, data)
-        timeout = float(target.config["limits"]["build_timeout_s"])
-        failed = ninja.run(work, {"unit.i": preprocess, "kernel.so": command}, timeout, toolchain.clean_environment()[0])
-        log = ninja.read_log(work).replace(f"src/{source_name}", show_path(path)).replace("src/", "")
-        if failed is not None:
-            kept = entry.with_suffix(".log")
-            files.write_atomic(kept, log)
-            raise _failure(failed, log, kept, path, timeout)
-        headers = _check_headers(work, tools, contents, path, log)
-        library = files.read_bytes(work / "kernel.so")
-        unit = files.read_bytes(work / "unit.i")
-        if b"incbin" in re.sub(rb'"\s*"', b"", unit):
-            raise BuildError(f"{show_path(path)}: incbin is refused: it reads a file that nobody declares", "REFUSED", log)
-        shutil.rmtree(work / "src")
-        for name in ("unit.i", "unit.i.log", "kernel.d", "build.ninja", ".ninja_log"):
-            (work / name).unlink(missing_ok=True)
+        facts = make(files.make_folder(work))
+        cache.write_manifest(work, facts)
         shutil.rmtree(entry, ignore_errors=True)
         os.rename(work, entry)
     finally:
         shutil.rmtree(work, ignore_errors=True)
+    return facts
+
+
+def _compile(
+    work: Path, kept: Path, target: Target, path: Path, source_name: str, contents: dict[str, bytes], plan: _Plan
+) -> dict[str, Any]:
+    """Run all steps in an empty folder, which then holds the library and its object alone. A failure's log is kept."""
+    for name, data in contents.items():
+        files.write_new(work / "src" / name, data)
+    files.write_new(work / DRIVER_CALLS.name, files.read_bytes(DRIVER_CALLS))
+    timeout = float(target.config["limits"]["build_timeout_s"])
+    environment = {**toolchain.clean_environment()[0], "TMPDIR": str(files.make_folder(work / "tmp"))}
+    failed = ninja.run(work, plan.steps, timeout, environment)
+    log = ninja.read_log(work, (OBJECT, LIBRARY)).replace(f"src/{source_name}", show_path(path)).replace("src/", "")
+    if failed is not None:
+        files.write_atomic(kept, log)
+        raise _failure(failed, log, kept, path, timeout)
+    unit, library, compiled = (files.read_bytes(work / name) for name in ("unit.i", LIBRARY, OBJECT))
+    if word := sources.undeclared_read(unit):
+        raise _hidden_read(path, word, log)
+    headers = _check_headers(work, plan.tools, contents, path, log)
+    for item in work.iterdir():
+        if item.name not in (LIBRARY, OBJECT):
+            shutil.rmtree(item) if item.is_dir() else item.unlink()
     return {
         "headers": headers, "preprocessed_sha256": files.sha256_bytes(unit), "library_sha256": files.sha256_bytes(library),
-        "log": log, "resources": ptxas.resources(log),
+        "object_sha256": files.sha256_bytes(compiled), "log": log, "resources": ptxas.resources(log),
     }  # fmt: skip
 
 
@@ -222,12 +280,20 @@ def _undeclared(path: Path, name: str, log: str) -> BuildError:
     return BuildError(f"{show_path(path)}: includes {name}, which the config does not declare (kernel.files)", "REFUSED", log)
 
 
+def _hidden_read(path: Path, word: str, log: str = "") -> BuildError:
+    reason = "it asks about a file" if word.startswith("__has") else "it reads a file"
+    return BuildError(f"{show_path(path)}: {word} is refused: {reason} that nobody declares", "REFUSED", log)
+
+
 def _check_headers(work: Path, tools: toolchain.Toolchain, contents: dict[str, bytes], path: Path, log: str) -> dict[str, str]:
     """Hashes of all headers that the build read beside declared files; BuildError for one from anywhere else."""
     headers: dict[str, str] = {}
     declared = {os.path.normpath(work / "src" / name) for name in contents}
     roots = [*tools.include_roots, *(root.resolve() for root in tools.include_roots)]
-    for name in ninja.dependencies(work / "kernel.d"):
+    named = ninja.dependencies(work / "kernel.d")
+    if tools.gnu:
+        named += [name for name in ninja.dependencies(work / "kernel.as.d") if _read_by_assembler(work, name)]
+    for name in named:
         file = os.path.normpath(work / name)
         if file in declared:
             continue
@@ -235,6 +301,15 @@ def _check_headers(work: Path, tools: toolchain.Toolchain, contents: dict[str, b
             raise _undeclared(path, file, log)
         headers[file] = files.sha256_file(Path(file))
     return headers
+
+
+def _read_by_assembler(work: Path, name: str) -> bool:
+    """Whether a name in the assembler's list is a file that it read, beside the compiler's own output.
+
+    The list also holds names that the assembly only mentions (.file); those are relative, and no file here has them.
+    """
+    file = Path(os.path.normpath(work / name))
+    return not file.is_relative_to(work / "tmp") and (file.exists() or not file.is_relative_to(work))
 
 
 def _package(name: str) -> str:

@@ -9,10 +9,19 @@ import shlex
 import shutil
 import signal
 import subprocess
+from dataclasses import dataclass
 from pathlib import Path
 
 from tools.core import files
 from tools.core.errors import UserError
+
+
+@dataclass(frozen=True)
+class Step:
+    """One command of a build, and the outputs of other steps that it needs."""
+
+    command: list[str]
+    inputs: tuple[str, ...] = ()
 
 
 def find_ninja() -> str:
@@ -27,16 +36,17 @@ def find_ninja() -> str:
     raise UserError("no ninja: pip install ninja")
 
 
-def run(folder: Path, commands: dict[str, list[str]], timeout: float, environment: dict[str, str]) -> str | None:
-    """Run one command for each output in a folder; None, or `timeout`, or a sentence for a failure.
+def run(folder: Path, steps: dict[str, Step], timeout: float, environment: dict[str, str]) -> str | None:
+    """Run one step for each output in a folder; None, or `timeout`, or a sentence for a failure.
 
     Each command's words go to `<output>.log`. The console pool keeps commands in ninja's own process group, so that
     one signal reaches all of them.
     """
     lines = ["ninja_required_version = 1.5"]
-    for output, command in commands.items():
-        text = f"{shlex.join(command)} > {shlex.quote(output)}.log 2>&1".replace("$", "$$")
-        lines += [f"rule make_{output}", f"  command = {text}", "  pool = console", f"build {output}: make_{output}"]
+    for output, step in steps.items():
+        text = f"{shlex.join(step.command)} > {shlex.quote(output)}.log 2>&1".replace("$", "$$")
+        lines += [f"rule make_{output}", f"  command = {text}", "  pool = console"]
+        lines.append(f"build {output}: make_{output} {' '.join(step.inputs)}".rstrip())
     files.write_new(folder / "build.ninja", "\n".join(lines) + "\n")
     try:
         process = subprocess.Popen(
@@ -56,16 +66,16 @@ def run(folder: Path, commands: dict[str, list[str]], timeout: float, environmen
     return None if code == 0 else f"ninja ended with exit code {code}"
 
 
-def read_log(folder: Path) -> str:
-    """What the compiler said; where only the preprocessor ran, what that said."""
-    for name in ("kernel.so.log", "unit.i.log"):
-        if (folder / name).is_file():
-            return (folder / name).read_text(encoding="utf-8", errors="replace")
-    return ""
+def read_log(folder: Path, outputs: tuple[str, ...]) -> str:
+    """What the compiler said while it made some outputs; where only the preprocessor ran, what that said."""
+    found = [folder / f"{name}.log" for name in outputs if (folder / f"{name}.log").is_file()]
+    if not found and (folder / "unit.i.log").is_file():
+        found = [folder / "unit.i.log"]
+    return "".join(path.read_text(encoding="utf-8", errors="replace") for path in found)
 
 
 def dependencies(path: Path) -> list[str]:
-    """The files named by a compiler's dependency file (make syntax), without the output."""
+    """The files named by a compiler's or an assembler's dependency file (make syntax), without the output."""
     text = files.read_bytes(path).decode("utf-8", "replace").replace("\\\n", " ")
     _, _, listed = text.partition(": ")
     names = re.findall(r"(?:[^\s\\]|\\.)+", listed)

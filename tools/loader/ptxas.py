@@ -7,7 +7,7 @@ from typing import Any
 
 from tools.loader.toolchain import demangle
 
-_KERNEL = re.compile(r"Compiling entry function '(?P<name>[^']+)' for '(?P<arch>[^']+)'")
+_KERNEL = re.compile(r"^ptxas info\s*: Compiling entry function '(?P<name>[^']+)' for '(?P<arch>[^']+)'")
 _STACK = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 _USED = re.compile(r"Used (\d+) registers")
 _SHARED = re.compile(r"(\d+) bytes smem")
@@ -16,7 +16,8 @@ _SHARED = re.compile(r"(\d+) bytes smem")
 def resources(log: str) -> list[dict[str, Any]]:
     """One entry a kernel and architecture: registers a thread; bytes of static shared memory, spills and stack.
 
-    Dynamic shared memory is chosen at launch and is not known here.
+    Dynamic shared memory is chosen at launch and is not known here. A source can make the compiler print lines like these;
+    what decides anything reads the binary instead (cubin.py).
     """
     found: list[dict[str, Any]] = []
     for line in log.splitlines():

@@ -39,6 +39,12 @@ class Toolchain:
     identity: dict[str, str]  # all that may change what it produces
     include_roots: tuple[Path, ...]
 
+    @property
+    def gnu(self) -> bool:
+        """Whether the host compiler is GCC, whose assembler can list what it reads."""
+        text = self.identity.get("host_version") or self.identity["version"]
+        return "Free Software Foundation" in text and "clang" not in text
+
 
 def refused_flag(flags: list[str]) -> str | None:
     """The first flag that moves rounding or hides other flags, also inside -Xcompiler and -Xptxas lists."""
