@@ -20,11 +20,13 @@ times; folders of the system's libraries can be read, and libraries that the pro
 processor time, memory bandwidth, caches and their timing; the GPU and its driver; errors of the kernel itself. With
 `unix_sockets`, servers that listen on a path in the file system can be reached.
 
-Everything that Python still needs must be imported before: afterwards there is no standard library to import from.
+Everything that Python still needs must be imported before: afterwards there is no standard library to import from, unless
+`importable()` is among the readable paths.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import os
@@ -38,7 +40,7 @@ from tools.evaluator.sandbox_judge import harden_judge, kill_strays, worker_envi
 if sys.platform != "win32":
     import resource
 
-__all__ = ["ENFORCED", "MEASURES", "enter", "harden_judge", "kill_strays", "worker_environment"]
+__all__ = ["ENFORCED", "MEASURES", "enter", "harden_judge", "importable", "kill_strays", "worker_environment"]
 
 ENFORCED = "enforced"
 MEASURES = ("writes", "reads", "network", "processes", "other processes", "persistent state", "privileges")
@@ -79,8 +81,16 @@ def enter(
     return _state(confined, filtered, dropped or spread or limits, files, unix_sockets)
 
 
+def importable(*packages: str) -> list[str]:
+    """Paths of the standard library and of packages that are imported, for a worker that goes on importing from them."""
+    found = [os.path.dirname(os.__file__)]  # its lib-dynload holds the compiled modules
+    return found + [path for name in packages for path in getattr(sys.modules[name], "__path__", ())]
+
+
 def _limit(memory_bytes: int | None, file_bytes: int | None) -> str:
-    """Lower the limits; "" or the one that could not be set."""
+    """Lower the limits; "" or the one that could not be set. Where memory runs out, this process is to die first."""
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
+        file.write("1000")
     wanted = [(resource.RLIMIT_CORE, 0, "core size"), (resource.RLIMIT_FSIZE, file_bytes, "file size")]
     for which, value, name in [*wanted, (resource.RLIMIT_DATA, memory_bytes, "memory")]:
         if value is None:
@@ -150,8 +160,11 @@ def _state(confined: str, filtered: str, privileges: str, files: str | None, uni
 
 
 def _left_privilege() -> str:
-    with open("/proc/self/status", encoding="utf-8") as status:
-        lines = dict(line.rstrip("\n").split(":\t", 1) for line in status if ":\t" in line)
+    try:
+        with open("/proc/self/status", encoding="utf-8") as status:
+            lines = dict(line.rstrip("\n").split(":\t", 1) for line in status if ":\t" in line)
+    except OSError as problem:
+        return str(problem)
     left = int(lines["CapPrm"], 16) | int(lines["CapEff"], 16)
     return f"capabilities {left:x} are left" if left else ""
 

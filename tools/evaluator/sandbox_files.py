@@ -52,7 +52,10 @@ def handled(version: int) -> int:
 def runtime(device: str) -> list[str]:
     """What the C library, C++ programs and the CUDA driver read while they run."""
     found = [*RUNTIME, *glob.glob("/usr/lib/*-linux-gnu*"), *glob.glob("/lib/*-linux-gnu*")]
-    if len(found) == len(RUNTIME):  # a system without folders for each architecture
+    for path in ("/etc/ld.so.conf", *glob.glob("/etc/ld.so.conf.d/*.conf")):  # further folders of the system's libraries
+        with contextlib.suppress(OSError), open(path, encoding="utf-8", errors="replace") as conf:
+            found += [line.strip() for line in conf if line.startswith("/") and line.strip() != "/"]
+    if not glob.glob("/usr/lib/*-linux-gnu*"):  # a system without folders for each architecture
         found += ["/lib", "/usr/lib"]
     if device == "cuda":
         found += CUDA_RUNTIME

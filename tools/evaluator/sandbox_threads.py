@@ -78,8 +78,13 @@ def _gettid() -> int:
 
 def run_on_others(calls: list[Call]) -> str:
     """Make the calls on every other thread; "" when each of them succeeded there, else what did not work."""
-    if not others():
-        return ""
+    try:
+        return _run_on_others(calls) if others() else ""
+    except OSError as problem:  # no /proc, or a handler that cannot be set
+        return f"older threads: {problem}"
+
+
+def _run_on_others(calls: list[Call]) -> str:
     if kernel.machine() != "x86_64":
         return f"{len(others())} older threads cannot be reached on this architecture"
     if len(calls) > MAX_CALLS:
