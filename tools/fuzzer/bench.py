@@ -6,6 +6,7 @@ A worker that dies or hangs is killed and replaced when it is next needed, and t
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,15 +15,13 @@ from typing import Any
 
 from tools.core.config import Target
 from tools.core.errors import UserError
-from tools.evaluator.arena import Arena
-from tools.evaluator.providers import NAMES
 from tools.evaluator.runner import Runner, WorkerFailure
 from tools.fuzzer import stage
 from tools.fuzzer.case import PLAIN, Backend, CallSpec, Layout, Scene
 from tools.fuzzer.stage import Placed, Values
+from tools.fuzzer.start import Start
 
 WARM_TIMEOUT_S = 400.0
-CHUNK_BYTES = {"cpu": 1 << 28, "cuda": 1 << 32}
 
 
 @dataclass(frozen=True)
@@ -54,13 +53,6 @@ PROVIDERS = {
 }
 
 
-def provider_name(name: str, device: str) -> str | None:
-    """The provider that a backend's name means, or None where it is no provider."""
-    if name == "torch":
-        return "sdpa_cpu" if device == "cpu" else "sdpa_flash"
-    return name if name in NAMES and name in PROVIDERS else None
-
-
 class Failed(Exception):
     """Calls that gave no result. kind: "dies", "hangs" or "refuses" (the worker lives and said why)."""
 
@@ -72,32 +64,25 @@ class Failed(Exception):
 class Bench:
     """One backend, and for a kernel of ours its witness. `close` ends the workers."""
 
-    def __init__(
-        self, target: Target, backend: Backend, libraries: dict[str, Path], timeout_s: float, arena: Arena | None = None
-    ) -> None:
+    def __init__(self, target: Target, backend: Backend, libraries: dict[str, Path], timeout_s: float, start: Start) -> None:
         self.target, self.backend, self.timeout_s = target, backend, timeout_s
         self.device: str = target.config["target"]["device"]
-        self.arena = arena or Arena(self.device, CHUNK_BYTES[self.device])
+        self.arena = start.arena
         self.layout = "bhsd"
         self.abilities = LIBRARY
         self.restarts = 0
         self._libraries = libraries
-        self._runners: dict[str, Runner] = {}
+        self._runners = {"candidate": start.runner()}
+        if backend.kind == "provider":
+            self._know(start.described)
 
-    def start(self) -> None:
-        """Start the candidate's worker; UserError where the backend is not usable here."""
-        if self.backend.kind == "library":
-            self._runner("candidate")
-            return
-        runner = self._runner("candidate")
-        described: dict[str, Any] = self._described
+    def _know(self, described: dict[str, Any]) -> None:
+        """What the provider is and can do; UserError where it is not usable here."""
         if not described["available"]:
             raise UserError(f"--backend {self.backend.name}: not available here: {described['reason']}")
-        abilities = PROVIDERS[self.backend.name]
-        routes = {entry: tuple(runner.request("routes", entry=entry)["routes"]) for entry in abilities.routes}
-        self.abilities = Abilities(
-            {entry: ways for entry, ways in routes.items() if ways}, abilities.lengths, abilities.strides, abilities.lse, False
-        )  # fmt: skip
+        runner, known = self._runners["candidate"], PROVIDERS[self.backend.name]
+        routes = {entry: tuple(runner.request("routes", entry=entry)["routes"]) for entry in known.routes}
+        self.abilities = dataclasses.replace(known, routes={entry: ways for entry, ways in routes.items() if ways})
         self.layout = described["layout"]
         self.backend = Backend("provider", self.backend.name, version=described["version"])
         if described["compiles"]:
@@ -111,14 +96,10 @@ class Bench:
         if runner is not None:
             runner.close()
             self.restarts += 1
-        if self.backend.kind == "library" and on not in self._libraries:
-            raise UserError(f"a call on the {on}, which was not built")
-        self._runners[on] = runner = Runner(on, self.arena, self.timeout_s)
-        runner.hello()
-        if self.backend.kind == "provider":
-            self._described = runner.load_provider(self.backend.name)
-        else:
-            runner.load_library(str(self._libraries[on]))
+        if on == "witness" and on not in self._libraries:
+            raise UserError("a call on the witness, and none was built")
+        start = Start(self.arena, on, self.timeout_s, self.backend, self._libraries.get(on))
+        self._runners[on] = runner = start.runner()
         return runner
 
     def renew(self) -> None:
@@ -126,14 +107,14 @@ class Bench:
         if runner := self._runners.pop("candidate", None):
             runner.close()
 
-    def natural(self, entry: str) -> Layout:
-        """The storage that suits the backend: rows before heads for some libraries."""
-        return PLAIN if self.layout == "bhsd" or entry == "packed" else Layout((0, 2, 1))
-
     def close(self) -> None:
         for runner in self._runners.values():
             runner.kill()
         self._runners.clear()
+
+    def natural(self, entry: str) -> Layout:
+        """The storage that suits the backend: rows before heads for some libraries."""
+        return PLAIN if self.layout == "bhsd" or entry == "packed" else Layout((0, 2, 1))
 
     # ------------------------------------------------------------ running
 

@@ -170,7 +170,7 @@ class Case:
     second: CallSpec | None
     output: str = "o"
     before: tuple[CallSpec, ...] = ()
-    observed: Json = field(default_factory=dict)
+    observed: Json = field(default_factory=dict, hash=False)
 
     @property
     def calls(self) -> tuple[CallSpec, ...]:

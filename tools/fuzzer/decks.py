@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import random
 from collections.abc import Sequence
 from typing import Generic, TypeVar
@@ -22,6 +23,16 @@ class Deck(Generic[T]):
             self._left = self._values[:]
             self._rng.shuffle(self._left)
         return self._left.pop()
+
+
+class Mixed(Generic[T]):
+    """Deals from the second of two decks with a probability, else from the first."""
+
+    def __init__(self, first: Deck[T], second: Deck[T], p: float, rng: random.Random) -> None:
+        self._first, self._second, self._p, self._rng = first, second, p, rng
+
+    def deal(self) -> T:
+        return (self._second if self._rng.random() < self._p else self._first).deal()
 
 
 def edges(largest: int) -> list[int]:
@@ -45,6 +56,5 @@ class Sizes:
             size = self._all.deal()
             return size if size <= limit else self._rng.randint(1, limit)
         if way == 1:
-            count = sum(edge <= limit for edge in self._edges) if limit < self._largest else len(self._edges)
-            return self._edges[self._rng.randrange(count)]
+            return self._edges[self._rng.randrange(bisect.bisect_right(self._edges, limit))]
         return min(limit, int(2.0 ** self._rng.uniform(0.0, limit.bit_length())))

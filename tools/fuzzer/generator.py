@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import random
 from dataclasses import dataclass
 from typing import Any
@@ -16,24 +17,26 @@ from typing import Any
 from tools.evaluator.inputs import KINDS
 from tools.fuzzer.bench import Abilities
 from tools.fuzzer.case import DIM, CallSpec, Drawn, Layout, Scene
-from tools.fuzzer.decks import TILES, Deck, Sizes
+from tools.fuzzer.decks import TILES, Deck, Mixed, Sizes
 from tools.fuzzer.relations import Natural, twin
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Sizes of one device type. words: of a scene, drawn between the two. flop: of one call. keys: of a sequence."""
+    """Sizes of one device type. words: of a scene, drawn between the two. flop: of one call. keys: of a sequence.
+    parts: of a call. heads: of all sequences together, more only now and then. calls: drawn for a scene."""
 
     words: tuple[int, int]
     flop: float
     keys: int
     parts: int
+    heads: int
     calls: tuple[int, int]
 
 
 LIMITS = {
-    "cpu": Limits((1 << 13, 1 << 19), 6e7, 1100, 64, (8, 20)),
-    "cuda": Limits((1 << 13, 1 << 24), 4e11, 9000, 64, (8, 20)),
+    "cpu": Limits((1 << 13, 1 << 19), 6e7, 1100, 64, 400, (8, 20)),
+    "cuda": Limits((1 << 13, 1 << 24), 4e11, 9000, 64, 4096, (8, 20)),
 }
 KV_HEADS = (1, 2, 3, 4, 5, 6, 8)
 GROUPS = tuple(range(1, 17))
@@ -66,7 +69,12 @@ class Generator:
         self._lengths = Sizes(self._limits.keys, rng)
         self._rows = Sizes(self._limits.keys, rng)
         self._capacities = Sizes(self._limits.keys, rng)
-        self._batches = Deck(list(itertools.product(range(1, self._limits.parts + 1), KV_HEADS, GROUPS)), rng)
+        every = list(itertools.product(range(1, self._limits.parts + 1), KV_HEADS, GROUPS))
+        cheap, dear = (
+            Deck([sizes for sizes in every if (math.prod(sizes) <= self._limits.heads) == small], rng)
+            for small in (True, False)
+        )
+        self._batches = Mixed(cheap, dear, 0.1, rng)
         self._parts = Deck(range(1, self._limits.parts + 1), rng)
         self._kinds = Deck(list(itertools.product(KINDS, KINDS)), rng)
         self._orders = Deck(list(itertools.permutations(range(3))), rng)
@@ -86,8 +94,8 @@ class Generator:
         if style == "mixed":
             batch, group = rng.randint(1, 8), rng.choice(GROUPS)
         heads = heads_kv * group
-        low, high = (size.bit_length() for size in limits.words)
-        words = 2.0 ** rng.uniform(low - 1, high - 1)
+        smallest, largest = limits.words
+        words = smallest * (largest / smallest) ** rng.random() ** 2
         room = min(words / (DIM * batch * (heads + 2 * heads_kv)), (limits.flop / (2 * DIM * batch * heads)) ** 0.5)
         room = int(min(max(room, 2), limits.keys))
         keys = rng.randint(room // 2 + 1, room) if style == "lengths" else self._lengths.draw(room)

@@ -202,7 +202,7 @@ def poison(placed: Placed) -> None:
 
 @dataclass(frozen=True)
 class Common:
-    """Rows that two calls both compute: part and row number in each, and their places in the scene."""
+    """Rows that two calls both compute: part and row number in each, and their places in the scene (int64 arrays)."""
 
     parts: tuple[Any, Any]
     rows: tuple[Any, Any]
@@ -215,42 +215,48 @@ def common_rows(first: CallSpec, second: CallSpec, heads_kv: int) -> Common | No
     """All rows of `second` that `first` computes too, or None."""
     a, b = (spec.heads or (0, heads_kv) for spec in (first, second))
     heads = range(max(a[0], b[0]), min(a[0] + a[1], b[0] + b[1]))
-    places: dict[int, list[tuple[int, range]]] = {}
-    for number, part in enumerate(first.parts):
-        places.setdefault(part[0], []).append((number, first.rows_of(part)))
-    found: list[tuple[int, int, int, int, int, int]] = []  # sequence, low, high, part in each, first row of each follow
-    for number, part in enumerate(second.parts):
-        mine = second.rows_of(part)
-        for other, theirs in places.get(part[0], ()):
-            low, high = max(mine.start, theirs.start, 0), min(mine.stop, theirs.stop)
-            if low < high:
-                found.append((part[0], low, high, other, number, low - theirs.start))
-                break
-    if not found or not heads:
+    if not heads:
         return None
-    table = np.array(found)
-    counts = table[:, 2] - table[:, 1]
-    ahead = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)  # 0, 1, ... within each entry
-    spread = np.repeat(table, counts, axis=0)
-    starts = np.repeat([second.rows_of(second.parts[number]).start for number in table[:, 4]], counts)
-    positions = spread[:, 1] + ahead
+    mine, theirs = (np.array(spec.parts) for spec in (second, first))
+    my_start, their_start = (part[:, 1] - _row_counts(spec, part[:, 1]) for spec, part in ((second, mine), (first, theirs)))
+    if len(set(theirs[:, 0].tolist())) == len(theirs):  # each sequence once, as in every reference
+        owner = np.full(int(max(mine[:, 0].max(), theirs[:, 0].max())) + 1, -1)
+        owner[theirs[:, 0]] = np.arange(len(theirs))
+        other = owner[mine[:, 0]]
+    else:
+        found = (theirs[None, :, 0] == mine[:, None, 0]) & (their_start[None] < mine[:, None, 1])
+        found &= theirs[None, :, 1] > my_start[:, None]
+        other = np.where(found.any(axis=1), found.argmax(axis=1), -1)
+    low = np.maximum(np.maximum(my_start, their_start[other]), 0)
+    counts = np.where(other < 0, 0, np.minimum(mine[:, 1], theirs[other, 1]) - low).clip(min=0)
+    if not counts.any():
+        return None
+    part = np.repeat(np.arange(len(mine)), counts)
+    positions = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts) + low[part]
     return Common(
-        (spread[:, 3], spread[:, 4]), (spread[:, 5] + ahead, positions - starts), spread[:, 0], positions, heads
-    )  # fmt: skip
+        (other[part], part), (positions - their_start[other[part]], positions - my_start[part]), mine[part, 0], positions, heads
+    )
+
+
+def _row_counts(spec: CallSpec, keys: Any) -> Any:
+    """Rows of each part of a call, as CallSpec.rows_of has them."""
+    if spec.entry in ("prefill", "packed"):
+        return keys
+    return np.full_like(keys, 1 if spec.entry == "decode" else spec.rows)
 
 
 def _rows(placed: Placed, common: Common, side: int, heads_kv: int, lse: bool) -> Any:
-    """The common rows of a call's output [rows, heads, 128], or of its LSE [rows, heads], as integers."""
+    """The common rows of a call's output [rows, heads, 32] (four words in one integer), or of its LSE [rows, heads]."""
     call = placed.call
     parts, rows = common.parts[side], common.rows[side]
     first, count = placed.spec.heads or (0, heads_kv)
     group = call.q.shape[1] // count
     heads = slice((common.heads.start - first) * group, (common.heads.stop - first) * group)
-    tensor = raw(call.lse if lse else call.o)
+    tensor = raw(call.lse) if lse else call.o.view(torch.int64)
     if placed.starts:
         index = torch.from_numpy(np.array(placed.starts)[parts] + rows).to(tensor.device)
         return tensor[heads, index].transpose(0, 1) if lse else tensor[index, heads]
-    part, row = (torch.from_numpy(np.ascontiguousarray(x)).to(tensor.device) for x in (parts, rows))
+    part, row = (torch.from_numpy(x).to(tensor.device) for x in (parts, rows))
     return tensor[part, heads, row]
 
 
@@ -285,15 +291,20 @@ class Comparison:
         return _rows(self.first, self.common, 0, kv, lse), _rows(self.second, self.common, 1, kv, lse)
 
     def flag(self) -> Any:
-        """A tensor that says whether any word differs; reading it waits for the device."""
-        flags = [(x != y).any() for x, y in map(self.pair, self.outputs)]
+        """Whether any word differs: a bool, or a CUDA tensor whose reading waits for the device."""
+        pairs = [self.pair(output) for output in self.outputs]
+        if self.first.call.o.device.type == "cpu":
+            return not all(torch.equal(x, y) for x, y in pairs)
+        flags = [(x != y).any() for x, y in pairs]
         return flags[0] if len(flags) == 1 else flags[0] | flags[1]
 
     def difference(self, output: str) -> Difference | None:
         """The difference in one output, or None."""
         if self.common is None:
             return None
-        x, y = (t.cpu() for t in self.pair(output))
+        x, y = (t.cpu().contiguous() for t in self.pair(output))
+        if output == "o":
+            x, y = x.view(torch.int16), y.view(torch.int16)
         unequal = (x != y).numpy()
         if not unequal.any():
             return None
