@@ -282,6 +282,49 @@ def test_torch_runs_inside(tmp_path: Path) -> None:
     assert found["other file"] == "PermissionError" or found["state"]["reads"] != "enforced"
 
 
+def check_worker(target: str, readable_error: str) -> None:
+    """A worker of the evaluator does its work confined, and reports errors."""
+    from tools.evaluator.arena import Arena
+    from tools.evaluator.runner import Call, Runner, WorkerFailure
+
+    loaded = load_target(target)
+    arena = Arena(loaded.config["target"]["device"], 1 << 24)
+    runner = Runner("candidate", arena, 60.0)
+    try:
+        runner.hello()
+        state = runner.load_library(str(build(loaded).library))
+        assert set(state) == set(sandbox.MEASURES)
+        print(target, json.dumps(state))  # pytest -s shows it
+        assert state["network"] == state["processes"] == state["other processes"] == "enforced"
+        q, o = arena.empty((1, 4, 300, 128)), arena.empty((1, 4, 300, 128))
+        k, v, odd = arena.empty((1, 2, 300, 128)), arena.empty((1, 2, 300, 128)), arena.empty((1, 3, 300, 128))
+        for tensor in (q, k, v, odd):
+            tensor.normal_()
+        o.fill_(float("nan"))
+        runner.run([Call("prefill", q, k, v, o)])
+        assert not o.isnan().any()
+        graph = runner.capture([Call("prefill", q, k, v, o)])
+        o.fill_(float("nan"))
+        runner.replay_all(graph)
+        assert not o.isnan().any()
+        later = arena.empty((1, 4, 1 << 15, 128))  # a chunk that is mapped by a worker already confined
+        runner.run([Call("extend", q, k, v, later[:, :, :300])])
+        with pytest.raises(WorkerFailure, match=readable_error):
+            runner.run([Call("prefill", q, odd, odd, o)])
+    finally:
+        runner.close()
+    assert not runner.alive()
+
+
+def test_worker_is_confined() -> None:
+    check_worker("cpu", "heads_q must be")
+
+
+@pytest.mark.gpu
+def test_cuda_worker_is_confined(gpu: str) -> None:
+    check_worker(gpu, "unified_prefill: ")
+
+
 def test_too_many_calls_is_a_defect(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandbox_kernel, "machine", lambda: "x86_64")
     monkeypatch.setattr(sandbox_threads, "others", lambda: {1})

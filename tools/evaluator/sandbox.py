@@ -15,10 +15,11 @@ privileges        no_new_privs, no capability, no core dump, limits on file size
 Each is checked by an attempt before it is called enforced. Where Landlock is missing, `writes` forbids the scratch folder
 too, on the CPU; for a CUDA worker it then cannot be enforced, since the driver opens its devices for writing.
 
-Not covered: descriptors and mappings that are open already (the judge's memory, the pipes); a file's existence, size and
-times; folders of the system's libraries can be read, and libraries that the process holds already can be called;
-processor time, memory bandwidth, caches and their timing; the GPU and its driver; errors of the kernel itself. With
-`unix_sockets`, servers that listen on a path in the file system can be reached.
+Not covered: descriptors and mappings that are open already (the judge's memory, the channel; a memfd that was handed over
+for reading can be reopened for writing, so seal it); a file's existence, size and times; folders of the system's libraries
+can be read, and libraries that the process holds already can be called; processor time, memory bandwidth, caches and their
+timing; the GPU and its driver; errors of the kernel itself. With `unix_sockets`, servers that listen on a path in the file
+system can be reached.
 
 Everything that Python still needs must be imported before: afterwards there is no standard library to import from, unless
 `importable()` is among the readable paths.
