@@ -26,8 +26,9 @@ PT_LOAD, PT_GNU_STACK = 1, 0x6474E551
 PF_X, PF_W = 1, 2
 DT_NEEDED, DT_SONAME, DT_RPATH, DT_RUNPATH = 1, 14, 15, 29
 DT_AUXILIARY, DT_FILTER, DT_AUDIT, DT_DEPAUDIT = 0x7FFFFFFD, 0x7FFFFFFF, 0x6FFFFEFC, 0x6FFFFEFB
+VISIBLE = (0, 3)  # visibilities that other libraries see: default, protected
 SHN_UNDEF, SHN_LORESERVE = 0, 0xFF00
-MAX_SECTIONS, MAX_ENTRIES = 65536, 1 << 20  # more than any kernel library has
+MAX_SECTIONS, MAX_ENTRIES, MAX_TEXT_BYTES = 65536, 1 << 20, 1 << 28  # more than any kernel library has
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ class Elf:
     """A parsed file. Every table is read when it is first asked for."""
 
     def __init__(self, data: bytes, name: str) -> None:
-        self.data, self.name = data, name
+        self.data, self.name, self._text_bytes = data, name, 0
         if len(data) < 64 or data[:4] != b"\x7fELF":
             raise self.error("no ELF file")
         if data[4:6] != b"\x02\x01":
@@ -117,6 +118,9 @@ class Elf:
         end = table.find(b"\0", offset) if 0 <= offset < len(table) else -1
         if end < 0:
             raise self.error(f"the name of {what} lies outside its table")
+        self._text_bytes += end - offset
+        if self._text_bytes > MAX_TEXT_BYTES:
+            raise self.error("its names overlap each other")
         return table[offset:end].decode("utf-8", "backslashreplace")
 
     @cached_property
@@ -131,6 +135,8 @@ class Elf:
         if self._names_index >= len(rows):
             raise self.error("no section holds the sections' names")
         names = self._slice(rows[self._names_index][4], rows[self._names_index][5], "the table of section names")
+        if sum(row[5] for row in rows if row[1] != SHT_NOBITS) > 2 * len(self.data):
+            raise self.error("its sections overlap each other")
         found = []
         for index, (name, kind, flags, _, offset, size, link, info, _, _) in enumerate(rows):
             empty = index == 0 or kind == SHT_NOBITS
@@ -182,9 +188,9 @@ class Elf:
         """Names that the file uses and does not define, sorted."""
         return sorted({s.name for s in self.symbols(kind) if s.section == SHN_UNDEF and s.name})
 
-    def exported(self, kind: int = SHT_SYMTAB) -> list[Symbol]:
-        """Symbols that other files may see: defined, not local, not hidden (internal 1, hidden 2)."""
-        return [s for s in self.symbols(kind) if s.section != SHN_UNDEF and s.binding != STB_LOCAL and s.visibility in (0, 3)]
+    def defined(self, kind: int = SHT_SYMTAB) -> list[Symbol]:
+        """Symbols that the file defines for the linker, hidden ones included: those bind the other files of the link."""
+        return [s for s in self.symbols(kind) if s.section != SHN_UNDEF and s.binding != STB_LOCAL and s.name]
 
     @cached_property
     def relocations(self) -> list[Relocation]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import resource
 import shlex
 import shutil
 import signal
@@ -14,6 +15,8 @@ from pathlib import Path
 
 from tools.core import files
 from tools.core.errors import UserError
+
+MAX_FILE_BYTES = 1 << 30  # a source of one line can ask for an object of any size
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,8 @@ def run(folder: Path, steps: dict[str, Step], timeout: float, environment: dict[
         )  # fmt: skip
     except OSError as error:
         raise UserError(f"ninja does not run: {error}") from None
+    with contextlib.suppress(ProcessLookupError, PermissionError, AttributeError):
+        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (MAX_FILE_BYTES, MAX_FILE_BYTES))
     try:
         code = process.wait(timeout)
     except subprocess.TimeoutExpired:
