@@ -228,7 +228,13 @@ def padding(ctx: Context) -> None:
                 )
 
 
-@check("padded and packed inputs disagree", "a sequence reads its neighbour's rows", "sequences of one row", "empty sequences")
+@check(
+    "padded and packed inputs disagree",
+    "a sequence reads its neighbour's rows",
+    "sequences of one row",
+    "empty sequences",
+    "rows of packed inputs taken as dense, or counted from the first",
+)
 def packed(ctx: Context) -> None:
     """Packed prefills of ragged sequences against each sequence alone."""
     for number in range(ctx.grid.rounds + 1):
@@ -261,3 +267,16 @@ def packed(ctx: Context) -> None:
                     ctx.both_equal(
                         got, (out[mine].transpose(0, 1).unsqueeze(0), lse[:, mine].unsqueeze(0)), f"{length} rows at {start}"
                     )
+    with ctx.case("a fused projection, rows before and behind") as draw:
+        heads_q, heads_kv = ctx.grid.heads
+        starts = [9, 10, 12 + ctx.tile, 2 * ctx.tile + 40]
+        fused = ctx.tensor(starts[-1] + 5, heads_q + 2 * heads_kv, 128)
+        q, k, v = fused.split((heads_q, heads_kv, heads_kv), dim=1)
+        inputs.normal(draw, q, k, v)
+        # The rows outside keep their poison: not finite, and the same in the witness's output.
+        whole = ctx.run("packed", q, k, v, cu_seqlens=ctx.ints(starts), max_seqlen=2 * ctx.tile, finite=False)
+        inside = slice(starts[0], starts[-1])
+        dense = [ctx.copied(t[inside]) for t in (q, k, v)]
+        shifted = ctx.ints([start - starts[0] for start in starts])
+        moved = ctx.run("packed", *dense, cu_seqlens=shifted, max_seqlen=2 * ctx.tile, witness=False)
+        ctx.both_equal(moved, (whole[0][inside], whole[1][:, inside]), "the same rows, dense and from 0 on")

@@ -8,12 +8,17 @@ import torch
 
 from tools.evaluator import inputs
 from tools.evaluator.cases import Context, check
-from tools.evaluator.compare import words_differ
+from tools.evaluator.compare import poison_, words_differ
 
 # ---------------------------------------------------------------- memory
 
 
-@check("bytes past the valid length leak through 0 x NaN", "lengths ignored", "a whole tile read past the end")
+@check(
+    "bytes past the valid length leak through 0 x NaN",
+    "lengths ignored",
+    "a whole tile read past the end",
+    "lengths beyond the capacity or below 0",
+)
 def capacity(ctx: Context) -> None:
     """NaN, infinity and huge values behind every sequence of a cache change nothing."""
     for number in range(ctx.grid.rounds):
@@ -34,6 +39,13 @@ def capacity(ctx: Context) -> None:
             with_garbage = ctx.run("decode", q[:1, :, :1], k[:1, :, : lengths[0]], v[:1, :, : lengths[0]], witness=False)
             clean = ctx.run("decode", q[:1, :, :1], clean_k[:1, :, : lengths[0]], clean_v[:1, :, : lengths[0]], witness=False)
             ctx.both_equal(with_garbage, clean, "a slice of the cache without lengths")
+    with ctx.case("lengths that must be clamped"):
+        room = 2 * ctx.tile - 9
+        q, k, v = ctx.qkv(4, 3, room)
+        for entry, rows in (("decode", 1), ("extend", 3)):
+            got = ctx.run(entry, q[:, :, :rows], k, v, lengths=ctx.ints([room + 1, room + 3 * ctx.tile, -1, -ctx.tile]))
+            meant = ctx.run(entry, q[:, :, :rows], k, v, lengths=ctx.ints([room, room, 0, 0]), witness=False)
+            ctx.both_equal(got, meant, f"{entry}: lengths outside 0 to {room}")
 
 
 @check("strided, sliced or padded inputs read with the wrong strides", "outputs written with the wrong strides")
@@ -50,6 +62,7 @@ def strides(ctx: Context) -> None:
                 "fused projection": [t.transpose(1, 2) for t in fused.split((heads_q, heads_kv, heads_kv), dim=2)],
                 "padded rows": wide,
                 "rows outermost": [ctx.copied(t, order=(2, 0, 1, 3)) for t in (q, k, v)],
+                "each its own": [ctx.copied(t, order=o) for t, o in ((q, (1, 0, 2, 3)), (k, (0, 2, 1, 3)), (v, (2, 0, 1, 3)))],
             }
             for entry, first in (("prefill", 0), ("extend", size // 2), ("decode", size - 1)):
                 expected = ctx.run(entry, q[:, :, first:], k, v)
@@ -61,6 +74,11 @@ def strides(ctx: Context) -> None:
                 out = ctx.tensor(2, heads_q, size - first + 2, 128, order=(0, 2, 1, 3))[:, :, 1:-1]
                 got = ctx.run(entry, q[:, :, first:], k, v, out=out, witness=False)
                 ctx.both_equal(got, expected, f"{entry}: output with rows before heads")
+                call = ctx.call(entry, q[:, :, first:], k, v, lse=False)
+                call.lse = ctx.arena.empty((2, heads_q + 1, size - first + 3), "f32")[:, 1:, 2:-1]
+                poison_(call.lse)
+                ctx.candidate.run([call])
+                ctx.both_equal(ctx.taken(call), expected, f"{entry}: LSE in padded rows")
                 shared = [t[:, :1].expand(-1, heads_kv, -1, -1) for t in (k, v)]
                 got = ctx.run(entry, q[:, :, first:], *shared, witness=False)
                 own = ctx.run(entry, q[:, :, first:], *(ctx.copied(t) for t in shared), witness=False)

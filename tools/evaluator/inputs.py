@@ -7,6 +7,7 @@ independent generator from the run's seed and a label, so that a case can be rep
 from __future__ import annotations
 
 import hashlib
+import math
 import random
 from collections.abc import Callable
 from typing import Any
@@ -104,6 +105,23 @@ def zero_columns(draw: Draw, q: Any, k: Any, v: Any) -> None:
     v[..., 8::16] = -0.0
 
 
+def quiet_values(draw: Draw, q: Any, k: Any, v: Any) -> None:
+    """V of the loud keys is 0 or -0.0: outputs rest on probabilities of 2^-24 in the first head to 2^-126 in the last."""
+    direction = draw.normal(q.shape[-1]).sign()
+    batch, heads, keys = k.shape[:3]
+    depth = torch.linspace(24.0, 126.0, batch * heads, device=k.device).reshape(batch, heads, 1)
+    depth = depth + 6.0 * torch.rand((batch, heads, keys), generator=draw.torch, device=k.device) - 3.0
+    loud = torch.rand((batch, heads, keys), generator=draw.torch, device=k.device) < 0.03
+    loud[:, :, 0] = True
+    steps = 4.2 - depth.masked_fill(loud, 0.0) * (math.log(2.0) / math.sqrt(q.shape[-1]))
+    q.copy_((direction + 0.1 * draw.normal(*q.shape)).to(q.dtype))
+    k.copy_((direction * steps[..., None] + 0.1 * draw.normal(*k.shape)).to(k.dtype))
+    draw.normal_(v)
+    v[..., 8::16] = (draw.normal(*v[..., 8::16].shape).sign() * SMALLEST).to(v.dtype)
+    v.masked_fill_(loud[..., None], 0.0)
+    v[..., 8::16].masked_fill_(loud[..., None], -0.0)
+
+
 def zero_rows(draw: Draw, q: Any, k: Any, v: Any) -> None:
     normal(draw, q, k, v)
     q[:, :, ::3] = 0.0
@@ -132,12 +150,13 @@ KINDS: dict[str, Fill] = {
         tiny_v,
         subnormal_v,
         zero_columns,
+        quiet_values,
         zero_rows,
         negative_zeros,
     )
 }
 # An error relative to a row's own scale says nothing where the row lies among the subnormals.
-NO_ORACLE = ("tiny_v", "subnormal_v")
+NO_ORACLE = ("tiny_v", "subnormal_v", "quiet_values")
 GARBAGE = (float("nan"), float("inf"), float("-inf"), 3.0e38, -3.0e38)
 
 
