@@ -1,0 +1,265 @@
+"""First divergence: where two results differ, how far, in which stage of the reduction, and a small case that shows it.
+
+    parts = Parts(candidate, witness, arena, tile, order)
+    found = localise(parts, results, got, expected, "decode against prefill")
+    found.record   JSON-able, for the report;  found.scene, found.lse: what reproducer.py writes
+
+`results` are the (call, o, lse) of the calls made so far, o and lse in the judge's memory; `got` and `expected` are views
+of them, or anything of the same shape. Nothing here raises, and nothing changes a verdict: what goes wrong is a note.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from tools.evaluator.arena import Arena
+from tools.evaluator.compare import raw
+from tools.evaluator.diagnose import Lab, diagnose
+from tools.evaluator.runner import Call, Runner, WorkerFailure
+from tools.evaluator.scene import Scene, Stage, alone, fewer_keys, scene_of, shrink, smaller, through
+
+BUDGET_S = 10.0
+SHARES = (0.25, 0.8)  # of the budget: until surroundings are small, until probes end; the rest shrinks the keys
+ENTRIES = ("decode", "extend", "prefill", "packed")
+Result = tuple[Call, Any, Any]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """tile and order ("ascending" or "descending"): the contract's. candidate: best a fresh worker, which may die."""
+
+    candidate: Runner
+    witness: Runner | None
+    arena: Arena
+    tile: int
+    order: str
+
+
+@dataclass
+class Found:
+    record: dict[str, Any]
+    case: Any = None  # a tools.fuzzer.case.Case without its target and backend; see reproducer.py
+    notes: list[str] = field(default_factory=list)
+
+
+# ---------------------------------------------------------------- how far
+
+
+def ordered(words: Any) -> Any:
+    """Raw words as int64 such that neighbouring numbers are neighbours; both zeros are 0."""
+    x = words.to(torch.int64)
+    low = (1 << (words.element_size() * 8 - 1)) - 1
+    return torch.where(x < 0, -(x & low), x)
+
+
+def _label(low: int) -> str:
+    return str(low) if low < 3 else f"{low} to {2 * (low - 1)}"
+
+
+def how_far(got: Any, expected: Any) -> dict[str, Any]:
+    """Words compared and differing, and a histogram of the distance in units of the last place.
+
+    Buckets: "1", "2", "3 to 4", "5 to 8" and so on; "sign of zero"; "not a number" where either word is a NaN or poison.
+    """
+    x, y = raw(got), raw(expected)
+    unequal = x != y
+    a, b = got[unequal], expected[unequal]
+    nan = torch.isnan(a.float()) | torch.isnan(b.float())
+    distance = (ordered(x[unequal]) - ordered(y[unequal])).abs()
+    signs = int((~nan & (distance == 0)).sum())
+    distance = distance[~nan & (distance > 0)]
+    histogram: dict[str, int] = {"sign of zero": signs} if signs else {}
+    if distance.numel():
+        # 1, 2, 3-4, 5-8: the bucket of d starts at 2^(bits of d - 1) + 1.
+        power = torch.log2((distance - 1).clamp(min=1).double()).floor().to(torch.int64)
+        starts = torch.where(distance <= 2, distance, 2**power + 1)
+        for low in sorted(set(starts.tolist())):
+            histogram[_label(int(low))] = int((starts == low).sum())
+    if int(nan.sum()):
+        histogram["not a number"] = int(nan.sum())
+    count = int(unequal.sum())
+    return {
+        "words": x.numel(),
+        "differing": count,
+        "share": count / x.numel(),
+        "ulp_max": int(distance.max()) if distance.numel() else 0,
+        "ulp_histogram": histogram,
+    }
+
+
+# ---------------------------------------------------------------- where
+
+
+def _first_word(got: Any, expected: Any) -> tuple[int, ...]:
+    """Index of the first word that differs."""
+    return tuple(int(i) for i in torch.nonzero(raw(got) != raw(expected))[0])
+
+
+def _worst_row(got: Any, expected: Any, is_output: bool) -> tuple[int, ...]:
+    """Index of the first differing word of the row with most of them; of the last such row, since it has most keys."""
+    unequal = raw(got) != raw(expected)
+    counts = unequal.sum(-1) if is_output else unequal.to(torch.int64)
+    flat = counts.reshape(-1)
+    at = flat.numel() - 1 - int(flat.flip(0).argmax())
+    index = []
+    for size in reversed(counts.shape):
+        index.append(at % int(size))
+        at //= int(size)
+    index.reverse()
+    return (*index, int(unequal[tuple(index)].to(torch.int64).argmax())) if is_output else tuple(index)
+
+
+def _offset(tensor: Any, index: tuple[int, ...]) -> int:
+    return int(tensor.storage_offset()) + sum(i * int(s) for i, s in zip(index, tensor.stride(), strict=True))
+
+
+def _coordinates(tensor: Any, offset: int) -> tuple[int, ...] | None:
+    """The index whose word lies at `offset` of the tensor's storage, None where it is not one of the tensor's."""
+    left = offset - int(tensor.storage_offset())
+    index = [0] * tensor.ndim
+    for dim in sorted(range(tensor.ndim), key=lambda d: (-int(tensor.stride(d)), int(tensor.shape[d]) == 1)):
+        if tensor.shape[dim] > 1:
+            index[dim], left = divmod(left, int(tensor.stride(dim)))
+    inside = left == 0 and all(0 <= i < int(size) for i, size in zip(index, tensor.shape, strict=True))
+    return tuple(index) if inside else None
+
+
+def locate(results: list[Result], tensor: Any, index: tuple[int, ...]) -> tuple[Call, str, tuple[int, ...]] | None:
+    """The call to whose result a word belongs, "o" or "lse", and its place there. The newest result is asked first."""
+    offset = _offset(tensor, index)
+    for call, o, lse in reversed(results):
+        for name, result in (("o", o), ("lse", lse)):
+            same = result is not None and result.dtype == tensor.dtype
+            if same and result.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():
+                place = _coordinates(result, offset)
+                if place is not None:
+                    return call, name, place
+    return None
+
+
+def _row_place(call: Call, name: str, place: tuple[int, ...]) -> tuple[int, int, int]:
+    """(batch, head, row) of an output's or LSE's word; packed: batch 0 and the row of the whole tensor."""
+    if call.entry == "packed":
+        return (0, place[1], place[0]) if name == "o" else (0, place[0], place[1])
+    return place[0], place[1], place[2]
+
+
+# ---------------------------------------------------------------- the whole
+
+
+def localise(parts: Parts, results: list[Result], got: Any, expected: Any, what: str, *, budget_s: float = BUDGET_S) -> Found:
+    """The record of the first differing comparison of a run. got, expected: tensors of one shape and dtype that differ."""
+    start, threads = time.monotonic(), torch.get_num_threads()
+    torch.set_num_threads(1)  # many small steps: threads that wait for each other would only cost time
+    record: dict[str, Any] = {"what": what, "how_far": None, "where": None, "stage": None, "notes": []}
+    found = Found(record, notes=record["notes"])
+    try:
+        record["how_far"] = how_far(got, expected)
+        _localise(parts, results, got, expected, found, budget_s)
+    except WorkerFailure as problem:
+        found.notes.append(f"the search ended early: {problem}")
+    except Exception as problem:  # whatever it is, the verdict stands without it
+        found.notes.append(f"the search ended early: {type(problem).__name__}: {problem}"[:300])
+    finally:
+        torch.set_num_threads(threads)
+    record["seconds"] = round(time.monotonic() - start, 3)
+    return found
+
+
+def _localise(parts: Parts, results: list[Result], got: Any, expected: Any, found: Found, budget_s: float) -> None:
+    index = _first_word(got, expected)
+    place = locate(results, got, index)
+    if place is None:
+        found.notes.append("the result is of no known call: nothing to replay")
+        return
+    record = found.record
+    record["where"] = _where(place, got, expected, index)
+    if parts.witness is None:
+        found.notes.append("no witness: the stage cannot be told")
+        return
+    stage = Stage(parts.candidate, parts.witness, parts.arena, budget_s)
+    with parts.arena.scope():
+        for chosen in dict.fromkeys((_worst_row(got, expected, place[1] == "o"), index)):
+            scene, side = _off_contract(stage, results, (got, expected), chosen, found)
+            if scene is not None:
+                record["off_contract"] = side
+                _search(parts, stage, scene, found, budget_s)
+                return
+    found.notes.append("the difference does not repeat: it depends on what ran before, on timing, or on this call's memory")
+
+
+def _where(place: tuple[Call, str, tuple[int, ...]], got: Any, expected: Any, index: tuple[int, ...]) -> dict[str, Any]:
+    call, name, at = place
+    batch, head, row = _row_place(call, name, at)
+    bits = got.element_size() * 8
+    word, other = (int(raw(t)[index]) & ((1 << bits) - 1) for t in (got, expected))
+    return {
+        "entry": call.entry,
+        "output": name,
+        "batch": batch,
+        "head": head,
+        "row": row,
+        "dim": at[-1] if name == "o" else None,
+        "got": f"0x{word:0{bits // 4}x}",
+        "expected": f"0x{other:0{bits // 4}x}",
+    }
+
+
+def _off_contract(
+    stage: Stage, results: list[Result], pair: tuple[Any, Any], index: tuple[int, ...], found: Found
+) -> tuple[Scene | None, str]:
+    """The scene of the side that the witness contradicts: the result itself, or else the one that it was compared with."""
+    for tensor, side in zip(pair, ("got", "expected"), strict=True):
+        place = locate(results, tensor, index)
+        if place is None:
+            continue
+        call, name, at = place
+        scene, same = scene_of(call, _row_place(call, name, at), stage.arena)
+        if not same:
+            found.notes.append(f"{side}: too large to replay as it is; the row is replayed alone, stored densely")
+        for tried in (replace(scene, lse=True), scene):  # a call without LSE may take another path
+            if stage.differs(tried):
+                return tried, side
+        found.notes.append(f"{side}: the same call made again agrees with the witness")
+    return None, ""
+
+
+def _search(parts: Parts, stage: Stage, scene: Scene, found: Found, budget_s: float) -> None:
+    record = found.record
+    record["replayed"] = {"entry": scene.entry, "row": [scene.batch, scene.head, scene.row], "visible_keys": scene.visible}
+    wrong = stage.answer(scene)
+
+    def time_until(share: float) -> bool:
+        return stage.left() > budget_s * (1 - share)
+
+    near = shrink(scene, smaller, stage.differs, lambda: time_until(SHARES[0]))
+    single = near.entry == "decode" or near.rows == 1 or near.q.shape[:2] == (1, 1)
+    record["surroundings"] = near.describe()
+    by_itself = stage.differs(alone(scene))
+    record["row_alone"] = by_itself
+    if not by_itself:
+        found.notes.append("the row alone agrees with the witness: the fault depends on what stands around it")
+    record["entry_points"] = entries = _entry_points(stage, scene)
+    cheap = next((s for e in ("decode", "extend") if entries.get(e) for s in [through(scene, e, stage.arena)]), None)
+    if cheap is not None and single and stage.answer(cheap) == wrong:
+        near = cheap
+    lab = Lab(stage, near, parts.tile, parts.order, budget_s * (1 - SHARES[1]))
+    verdict = diagnose(lab)
+    record["stage"] = verdict.record()
+    record["probes"] = lab.runs
+    found.notes.extend(verdict.notes)
+    small = shrink(near, lambda s: fewer_keys(s, parts.tile), stage.differs, lambda: time_until(1.0))
+    found.case = small
+    record["reproducer"] = small.describe()
+
+
+def _entry_points(stage: Stage, scene: Scene) -> dict[str, bool]:
+    """Whether the row alone, with its own values, differs from the witness in each entry point."""
+    if scene.visible == 0:
+        return {}
+    with stage.arena.scope():
+        return {entry: stage.differs(through(scene, entry, stage.arena)) for entry in ENTRIES}
