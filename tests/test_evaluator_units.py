@@ -15,7 +15,7 @@ import torch
 from tools.core.errors import UserError
 from tools.evaluator import counters, objective, oracle
 from tools.evaluator.arena import Arena, Mapping
-from tools.evaluator.compare import checksum, poison_, unwritten, words_differ
+from tools.evaluator.compare import poison_, snapshot, unchanged, unwritten, words_differ
 from tools.evaluator.device import kernels_of
 from tools.evaluator.grids import cells
 from tools.evaluator.inputs import KINDS, Draw
@@ -69,15 +69,19 @@ def test_words_are_compared_raw() -> None:
     assert words_differ(view, view.contiguous()).differing == 0
 
 
-def test_poison_and_checksum() -> None:
+def test_poison_and_snapshot() -> None:
     tensor = torch.empty(3, 128, dtype=torch.bfloat16)
     poison_(tensor)
     assert unwritten(tensor) == tensor.numel() and bool(tensor.isnan().all())
     tensor.normal_()
-    before = checksum(tensor)
-    tensor.view(torch.int16)[2, 77] += 1
-    assert checksum(tensor) != before
-    assert checksum(tensor[:1].expand(9, -1)) == checksum(tensor[:1])
+    before = snapshot(tensor)
+    assert unchanged(tensor, before)
+    tensor.view(torch.int16)[2, [7, 77]] = tensor.view(torch.int16)[2, [77, 7]]  # the sum stays
+    assert not unchanged(tensor, before)
+    wide = tensor[:1].expand(9, -1)
+    assert snapshot(wide).numel() == 128 and unchanged(wide, snapshot(tensor[:1]))
+    lengths = torch.tensor([3, 4], dtype=torch.int32)
+    assert unchanged(None, snapshot(None)) and not unchanged(lengths, snapshot(lengths + 1))
 
 
 # ---------------------------------------------------------------- oracle

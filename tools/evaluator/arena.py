@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import math
 import mmap
 import os
@@ -23,6 +24,7 @@ from tools.evaluator.protocol import ITEM_BYTES
 ALIGN_BYTES = 256
 GRANULE_BYTES = 1 << 21  # chunks are whole device pages, so that no two share an IPC handle
 CLOSED_SHARE = 2  # closed chunks hold outputs only: they are this much smaller
+SEALS = getattr(fcntl, "F_SEAL_SHRINK", 2) | getattr(fcntl, "F_SEAL_GROW", 4) | getattr(fcntl, "F_SEAL_SEAL", 1)
 Ref = dict[str, Any]
 
 
@@ -37,8 +39,11 @@ class CpuChunk:
     def __init__(self, nbytes: int, handle: str | None = None, descriptor: int | None = None) -> None:
         self.nbytes = nbytes
         if descriptor is None:
-            descriptor = os.memfd_create("arena")
+            descriptor = os.memfd_create("arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.ftruncate(descriptor, nbytes)
+            fcntl.fcntl(
+                descriptor, getattr(fcntl, "F_ADD_SEALS", 1033), SEALS
+            )  # a worker could else cut the judge's memory off
         self.descriptors: tuple[int, ...] = (descriptor,)
         self._map = mmap.mmap(descriptor, nbytes)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))

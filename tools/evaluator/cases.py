@@ -21,7 +21,7 @@ import torch
 
 from tools.evaluator import inputs, oracle
 from tools.evaluator.arena import Arena
-from tools.evaluator.compare import checksum, poison_, unwritten, words_differ
+from tools.evaluator.compare import poison_, snapshot, unchanged, unwritten, words_differ
 from tools.evaluator.grids import Cell, Grid
 from tools.evaluator.guards import ALL, Guards
 from tools.evaluator.inputs import Draw
@@ -245,7 +245,7 @@ class Context:
         finite: the output must be finite too. witness: compare with the witness. The rest goes to the call.
         """
         call = self.call(entry, q, k, v, lse=lse, out=out, **options)
-        before = [checksum(t) for t in (q, k, v)]
+        before = [snapshot(t) for t in call.inputs()]
         self.candidate.run([call], stream=stream)
         self.inspect(call, before, finite=finite)
         result = self.taken(call)
@@ -259,7 +259,7 @@ class Context:
             return call.o, call.lse
         return call.o.clone(), None if call.lse is None else call.lse.clone()
 
-    def inspect(self, call: Call, before: list[int], *, finite: bool = True) -> None:
+    def inspect(self, call: Call, before: list[Any], *, finite: bool = True) -> None:
         """Outputs written, finite; inputs and guards untouched."""
         self.untouched.cases += 1
         missing = unwritten(call.o) + (unwritten(call.lse) if call.lse is not None else 0)
@@ -270,7 +270,7 @@ class Context:
             self.untouched.differing += missing
         elif finite and not math.isfinite(float(call.o.sum(dtype=torch.float32))):
             self.tally.fail(self.label, f"{call.entry}: the output is not finite")
-        if [checksum(t) for t in (call.q, call.k, call.v)] != before:
+        if not all(map(unchanged, call.inputs(), before)):
             self.untouched.fail(self.label, f"{call.entry}: an input was written", check=self.tally.name)
         for guard in call.extra["guards"]:
             self.untouched.words += GUARD_BYTES // 2

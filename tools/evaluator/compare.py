@@ -57,9 +57,19 @@ def unwritten(tensor: Any) -> int:
     return int(torch.count_nonzero(raw(tensor) == (POISON if tensor.element_size() == 2 else 0x7FFFFFFF)))
 
 
-def checksum(tensor: Any) -> int:
-    """A sum that changes when any one word of an input does. Expanded dimensions are read once."""
+def _once(tensor: Any) -> Any:
+    """The view of a tensor that holds every word of an expanded dimension once."""
     for dim, stride in enumerate(tensor.stride()):
         if stride == 0:
             tensor = tensor.narrow(dim, 0, 1)
-    return int(tensor.view(torch.int64).sum())  # rows are 16-byte aligned; the sum wraps around
+    return tensor
+
+
+def snapshot(tensor: Any) -> Any:
+    """A copy of an input's words."""
+    return None if tensor is None else raw(_once(tensor)).clone()
+
+
+def unchanged(tensor: Any, before: Any) -> bool:
+    """Whether an input still holds the words of its snapshot."""
+    return tensor is None or torch.equal(raw(_once(tensor)), before)

@@ -14,7 +14,7 @@ from tools.evaluator.arena import Arena
 from tools.evaluator.grids import Cell
 from tools.evaluator.inputs import Draw
 from tools.evaluator.passes import Racer
-from tools.evaluator.runner import Runner, WorkerFailure
+from tools.evaluator.runner import Call, Runner, WorkerFailure
 from tools.evaluator.timing import Timer
 
 BUDGET_S = 25.0
@@ -63,8 +63,9 @@ def observe(
 
 def _profile(timer: Timer, cell: Cell, racer: Racer, route: str | None) -> dict[str, Any]:
     try:
-        inputs = timer.inputs(cell, 1, Draw(1, f"dispatch:{cell.name}", timer.device), {racer.layout})
-        calls, _ = timer.calls(cell, inputs.sets(racer.layout), 1, closed=racer.runner.trusted)
+        draw, closed = Draw(1, f"dispatch:{cell.name}", timer.device), racer.runner.trusted
+        sets = timer.sets(cell, 1, draw, racer.layout, closed=closed)
+        calls = [Call(cell.entry, *sets[0], timer.outputs(cell, 1, closed=closed)[0])]
         graph = racer.runner.capture(calls, route=route)
         racer.runner.replay_all(graph)
         seen = racer.runner.profile(graph)

@@ -42,7 +42,8 @@ def part_of(call: Call, random: Any, flop: float, make: Callable[..., Call]) -> 
         return part, lambda t: t[chosen, one]
     # Some last rows of a sequence: an extend over the keys that they see.
     count = min(rows, fit)
-    last = rows if call.lengths is not None else random.randrange(count, rows + 1)
+    ends = [random.randrange(count, rows + 1) for _ in range(2)]
+    last = rows if call.lengths is not None else max(ends)  # as likely as it sees keys: that is where the work is
     seen = keys - rows + last
     lengths = None if call.lengths is None else call.lengths[b : b + 1]
     part = make(

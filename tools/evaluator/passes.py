@@ -1,13 +1,16 @@
-"""One timed pass: every captured call once, between two looks of the judge.
+"""One timed pass: every captured call once, or on the CPU the next few of them, between two looks of the judge.
 
-Before a pass the inputs change in a few secret places and all outputs are poisoned; after it the worker stands still,
-every output word must be written, and secret parts of the outputs must equal the witness's. So a pass whose work was
-skipped, remembered, deferred or done for another pass is found, whatever the worker says of it. Its time comes from the
-worker's device and must agree with the judge's clock around the pass.
+Before a pass all inputs are drawn anew and all outputs are poisoned; after it the worker stands still, every output word
+must be written, and secret parts of the outputs must equal the witness's. The calls of a pass are chained: the output of
+one is the query of the next. So work that was skipped, remembered, deferred, shared between calls or done for another
+pass is found, whatever the worker says of it. Its time comes from the worker's device and must agree with the judge's
+clock around the pass.
 """
 
 from __future__ import annotations
 
+import math
+import random
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +27,9 @@ from tools.evaluator.statistics import median
 
 PART_FLOP = {"cpu": 3e6, "cuda": 2e10}  # of one part on the witness
 PARTS = {"cpu": 2, "cuda": 3}  # verified a pass
-V_SCALE = 4.0  # of a changed row of V: its weight among thousands of keys still shows
+POOL_SLACK = 8192  # words: inputs start somewhere in them
+SECRET = random.SystemRandom()  # what no seed can tell
+AGREEING = 0.75  # of all passes must have a believable time
 # What the judge's clock may see beyond the worker's: times what is usual, plus ms, plus ms a call, plus a share.
 CLOCK_USUAL, CLOCK_MS, CLOCK_CALL_MS, CLOCK_SHARE = 1.5, 0.2, 0.01, 0.05
 
@@ -50,36 +55,71 @@ class Racer:
     routes: dict[str, list[str]] = field(default_factory=dict)  # entry -> routes of a provider
 
 
-@dataclass
 class Inputs:
-    """q, k, v of all calls of a cell: layout -> tensors [sets, B, H, S, 128]."""
+    """What the kernels read in one cell and mode: K and V of every set of a pass, and the first call's q.
 
-    tensors: dict[str, tuple[Any, Any, Any]]
+    They are copies of pools in closed memory, from another secret place of the pools for each pass, so that what the
+    kernels should have read is known whatever they write over it. V is scaled so that outputs, which are the next
+    call's queries, stay about as large as the first. q [B,Hq,Sq,128]; k, v [sets,B,Hkv,Skv,128].
+    """
 
-    def sets(self, layout: str) -> list[tuple[Any, Any, Any]]:
-        return list(zip(*self.tensors[layout], strict=True))
+    def __init__(self, arena: Arena, cell: Cell, heads: tuple[int, int], sets: int, draw: Draw, guards: Guards) -> None:
+        shapes = [(cell.batch, heads[0], cell.rows, 128), *[(sets, cell.batch, heads[1], cell.keys, 128)] * 2]
+        self._guards = guards
+        self._open = [arena.empty(shape) for shape in shapes]
+        self._pools = [arena.empty((math.prod(shape) + POOL_SLACK,), closed=True) for shape in shapes]
+        scales = (1.0, 1.0, math.sqrt(max(1.0, cell.keys / math.e)))
+        for pool, scale in zip(self._pools, scales, strict=True):
+            draw.normal_(pool, scale)
+        self._true: list[list[Any]] = [[self._open[0]], list(self._open[1]), list(self._open[2])]
+        self._renew(0, self._open[1].shape[0])
 
-    def change(self, draw: Draw) -> None:
-        """New values for the first key, which every row sees, and for one more, of every head of every call."""
-        _, k, v = self.tensors["bhsd"]
-        for key in (0, draw.python.randrange(k.shape[3])):
-            draw.normal_(k[:, :, :, key])
-            draw.normal_(v[:, :, :, key], V_SCALE)
+    def renew(self, first: int, last: int) -> None:
+        """Other values in every word that the calls first .. last - 1 read, but for outputs of earlier calls."""
+        if self._guards.on("fresh"):
+            sets = self._open[1].shape[0]
+            self._renew(*((first, last) if last <= sets else (0, sets)))
+
+    def _renew(self, first: int, last: int) -> None:
+        for index, (tensor, pool) in enumerate(zip(self._open, self._pools, strict=True)):
+            if index == 0 and first > 0:
+                continue
+            part = tensor if index == 0 else tensor[first:last]
+            place = 8 * SECRET.randrange(POOL_SLACK // 8) + (tensor[0].numel() * first if index else 0)
+            source = pool[place : place + part.numel()].view(part.shape)
+            part.copy_(source)
+            self._true[index][first:last] = list(source) if index else [source]
+
+    def calls(self, entry: str, outputs: Any) -> list[Call]:
+        """Chained calls over the sets in turn. outputs: [calls, B, Hq, Sq, 128]."""
+        return self._calls(entry, outputs, [self._open[:1], list(self._open[1]), list(self._open[2])])
+
+    def true_calls(self, entry: str, outputs: Any) -> list[Call]:
+        """The same calls, reading what no worker of a candidate could write, but for the outputs of earlier calls."""
+        return self._calls(entry, outputs, self._true)
+
+    @staticmethod
+    def _calls(entry: str, outputs: Any, tensors: list[list[Any]]) -> list[Call]:
+        (q,), k, v = tensors
+        sets = len(k)
+        return [Call(entry, outputs[i - 1] if i else q, k[i % sets], v[i % sets], outputs[i]) for i in range(outputs.shape[0])]
 
 
 @dataclass
 class Entry:
-    """A racer in one cell and mode. outputs: [calls, B, Hq, Sq, 128] of a fixed racer, else None."""
+    """A racer in one cell and mode. outputs: [calls, B, Hq, Sq, 128] of a fixed racer, else None. worker_ms and
+    judge_ms: a call's share of each pass on either clock; spans: how many calls each had."""
 
     racer: Racer
     route: str | None
     calls: list[Call]
     outputs: Any
     graph: int
-    per_sample: int
-    samples_ms: list[float] = field(default_factory=list)
-    worker_ms: list[float] = field(default_factory=list)  # of each pass
+    span: int = 0  # calls of one pass
+    next: int = 0  # the call that comes next
+    worker_ms: list[float] = field(default_factory=list)
     judge_ms: list[float] = field(default_factory=list)
+    spans: list[int] = field(default_factory=list)
     parts: int = 0  # verified so far
     screened: dict[str, Any] = field(default_factory=dict)
     record: dict[str, Any] = field(default_factory=dict)
@@ -94,12 +134,11 @@ class Passes:
         cell: Cell,
         mode: str,
         inputs: Inputs,
-        draw: Draw,
         witness: Runner | None,
         quiet: Quiet,
         guards: Guards,
     ) -> None:
-        self._arena, self._cell, self._mode, self._inputs, self._draw = arena, cell, mode, inputs, draw
+        self._arena, self._cell, self._mode, self._inputs = arena, cell, mode, inputs
         self._quiet, self._guards = quiet, guards
         self._witness = witness if guards.on("witness") else None
 
@@ -108,52 +147,64 @@ class Passes:
 
     def run(self, entry: Entry) -> None:
         """One pass of an entry, timed and verified."""
-        runner = entry.racer.runner
+        runner, first, last = entry.racer.runner, entry.next, min(entry.next + entry.span, len(entry.calls))
+        entry.next = last % len(entry.calls)
         if entry.racer.fixed:
-            if self._guards.on("fresh"):
-                self._inputs.change(self._draw)
-            if self._guards.on("poison"):
-                poison_(entry.outputs)
+            self.prepare(entry, first, last)
         if (busy := self._quiet.settle()) and self._guards.on("quiet"):
             raise Refused(f"{self._cell.name} {self._mode}, before {entry.racer.name}: {busy}")
         runner.synchronize()
         start = time.perf_counter()
-        taken = runner.replay(entry.graph, runner.passes(entry.graph))
+        taken = runner.replay(entry.graph, min(last - first, runner.passes(entry.graph)))
         self._quiet.wait()
-        entry.judge_ms.append(1000 * (time.perf_counter() - start))
-        entry.worker_ms.append(sum(taken))
-        entry.samples_ms += taken
+        entry.judge_ms.append(1000 * (time.perf_counter() - start) / (last - first))
+        entry.worker_ms.append(sum(taken) / (last - first))
+        entry.spans.append(last - first)
         if entry.racer.fixed and self._guards.on("verify"):
-            self.verify(entry)
+            self.verify(entry, first, last)
 
-    def verify(self, entry: Entry, *, everything: bool = False) -> None:
-        """No word unwritten; secret parts of the outputs, or all of them, equal to the witness's."""
-        if missing := unwritten(entry.outputs):
-            self._differs(entry, f"{missing} of {entry.outputs.numel()} words of the outputs were not written")
+    def finish(self, entry: Entry) -> None:
+        """One pass more over all calls, untimed and unverified, of a kernel library."""
+        runner = entry.racer.runner
+        if entry.next:
+            runner.replay(entry.graph, len(entry.calls) - entry.next)
+        self.prepare(entry, 0, len(entry.calls))
+        runner.replay_all(entry.graph)
+
+    def prepare(self, entry: Entry, first: int, last: int) -> None:
+        self._inputs.renew(first, last)
+        if self._guards.on("poison"):
+            poison_(entry.outputs[first:last])
+
+    def verify(self, entry: Entry, first: int, last: int, *, everything: bool = False) -> None:
+        """No word unwritten; secret parts of these calls' outputs, or all of them, equal to the witness's."""
+        if missing := unwritten(entry.outputs[first:last]):
+            self._differs(entry, f"{missing} words of the outputs of {last - first} calls were not written")
         if self._witness is None:
             return
+        calls = self._inputs.true_calls(self._cell.entry, entry.outputs)
         with self._arena.scope():
             if everything:
-                self._compare(entry, [(call, self._closed(call.entry, call.q, call.k, call.v), _whole) for call in entry.calls])
+                chosen = list(enumerate(calls))[first:last]
+                self._compare(entry, [(i, c, self._closed(c.entry, c.q, c.k, c.v), _whole) for i, c in chosen])
                 return
             parts = []
             for _ in range(PARTS[self._arena.device]):
-                call = entry.calls[self._draw.python.randrange(len(entry.calls))]
-                part, take = part_of(call, self._draw.python, PART_FLOP[self._arena.device], self._closed)
-                parts.append((call, part, take))
+                number = SECRET.randrange(first, last)
+                part, take = part_of(calls[number], SECRET, PART_FLOP[self._arena.device], self._closed)
+                parts.append((number, calls[number], part, take))
             self._compare(entry, parts)
 
     def _closed(self, entry: str, q: Any, k: Any, v: Any, *, lse: bool = False, **options: Any) -> Call:
         return Call(entry, q, k, v, self._arena.empty(tuple(q.shape), closed=True), **options)
 
-    def _compare(self, entry: Entry, parts: list[tuple[Call, Call, Any]]) -> None:
+    def _compare(self, entry: Entry, parts: list[tuple[int, Call, Call, Any]]) -> None:
         assert self._witness is not None
-        self._witness.run([part for _, part, _ in parts])
-        for call, part, take in parts:
+        self._witness.run([part for _, _, part, _ in parts])
+        for number, call, part, take in parts:
             entry.parts += 1
             difference = words_differ(take(call.o), part.o)
             if difference.differing:
-                number = next(i for i, other in enumerate(entry.calls) if other is call)
                 self._differs(
                     entry,
                     f"output {number} of {len(entry.calls)} timed calls differs from the witness's in {difference.differing} "
@@ -171,9 +222,10 @@ def _whole(tensor: Any) -> Any:
     return tensor
 
 
-def unseen_ms(entry: Entry) -> float:
-    """How much longer the judge's clock saw a pass than the worker's: its median, in milliseconds."""
-    return median([judge - worker for judge, worker in zip(entry.judge_ms, entry.worker_ms, strict=True)])
+def unseen_ms(entry: Entry) -> list[float]:
+    """How much longer the judge's clock saw each pass than the worker's, the least first, in milliseconds."""
+    every = zip(entry.judge_ms, entry.worker_ms, entry.spans, strict=True)
+    return sorted(span * (judge - worker) for judge, worker, span in every)
 
 
 def clock_problem(entry: Entry, usual_ms: float, device: str) -> str | None:
@@ -181,8 +233,9 @@ def clock_problem(entry: Entry, usual_ms: float, device: str) -> str | None:
 
     usual_ms: what the judge's clock sees beyond a worker's that is trusted, or of a request that does nothing.
     """
-    unseen, said = unseen_ms(entry), median(entry.worker_ms)
-    calls = len(entry.calls) if device == "cpu" else 0
+    every, said = unseen_ms(entry), entry.span * median(entry.worker_ms)
+    unseen = every[min(len(every) - 1, int(AGREEING * len(every)))]
+    calls = entry.span if device == "cpu" else 0
     if unseen <= CLOCK_USUAL * usual_ms + CLOCK_MS + CLOCK_CALL_MS * calls + CLOCK_SHARE * said:
         return None
     return f"the worker's clock counted {said:.3f} ms a pass, the judge's {said + unseen:.3f} ms"

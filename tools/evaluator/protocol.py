@@ -84,6 +84,17 @@ class Channel:
             raise ChannelGarbage(f"not an object: {line[:80]!r}")
         return message
 
+    def early(self) -> bool:
+        """Whether the other side has said something that nobody asked for."""
+        if self._pending:
+            return True
+        if not select.select([self._socket], [], [], 0)[0]:
+            return False
+        try:
+            return bool(self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))  # nothing: it hung up
+        except OSError:
+            return False
+
     def refuse_descriptors(self) -> None:
         """Close whatever descriptors the other side sent along."""
         while self.descriptors:

@@ -59,8 +59,8 @@ def new(target: Any, run: dict[str, Any]) -> dict[str, Any]:
             "contract": target.config["contract"]["name"],
         },
         "hashes": {
-            "evaluator": sha256_json(evaluator_hashes()),
-            "evaluator_files": evaluator_hashes(),
+            "evaluator": sha256_json(deciding),
+            "evaluator_files": deciding,
             "environment": "",
             "report": "",
         },

@@ -8,6 +8,7 @@ stopped (SIGSTOP): what it answered with is all that it did, and it takes no tim
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import socket
@@ -25,7 +26,8 @@ from tools.evaluator.guards import ALL, Guards
 from tools.evaluator.protocol import Channel, ChannelClosed, ChannelGarbage, ChannelTimeout
 
 LOG_BYTES = 64 << 10
-MAX_WORKSPACE_BYTES = 8 << 30
+MAX_WORKSPACE_BYTES = {"cpu": 1 << 30, "cuda": 8 << 30}  # of all that a worker asks for
+PRIVATE_BYTES = 8 << 30  # of a confined CPU worker's own memory
 START_TIMEOUT_S = 120.0
 POISONS = (0xFF, 0x7F, 0xA5)  # bytes written over workspaces; 0xFF.. and 0x7F.. read as NaN in every float format
 
@@ -63,6 +65,10 @@ class Call:
     num_threads: int = 0
     extra: dict[str, Any] = field(default_factory=dict)
 
+    def inputs(self) -> tuple[Any, ...]:
+        """Everything that a call reads; None where it has no such input."""
+        return self.q, self.k, self.v, self.lengths, self.cu_seqlens
+
 
 class Runner:
     """One worker. `name` is its role in the report (candidate, witness, root, incumbent, or a provider's name).
@@ -92,6 +98,7 @@ class Runner:
         self._log = bytearray()
         self._poisoned = 0
         self._workspace: Any = None
+        self._workspace_left = MAX_WORKSPACE_BYTES[arena.device]
         self.poison_workspace = True
         self._stopped = False
         self._scratch = tempfile.TemporaryDirectory(prefix="areal-tik-")
@@ -183,6 +190,8 @@ class Runner:
     def post(self, cmd: str, descriptors: tuple[int, ...] = (), **arguments: Any) -> None:
         """Send a request without waiting; `settle` takes the reply."""
         self._next += 1
+        if self._channel.early():
+            raise self._fail("RUNTIME_ERROR", f"rubbish: it answered before {cmd} was asked")
         self._resume()
         try:
             self._channel.send({"id": self._next, "cmd": cmd, **arguments}, self._timeout_s, descriptors)
@@ -229,7 +238,9 @@ class Runner:
     def load_library(self, path: str) -> dict[str, str]:
         """Confine the worker and load a kernel library into it; returns how far the confinement goes (sandbox.py)."""
         confine = self._guards.on("sandbox")
-        reply = self.request("load", kind="library", name=path, scratch=self._scratch.name if confine else None)
+        memory = PRIVATE_BYTES if self._arena.device == "cpu" else None
+        scratch = self._scratch.name if confine else None
+        reply = self.request("load", kind="library", name=path, scratch=scratch, memory_bytes=memory)
         return dict(reply.get("sandbox") or {})
 
     def load_provider(self, name: str) -> dict[str, Any]:
@@ -281,8 +292,9 @@ class Runner:
             if reply["ok"]:
                 return reply
             need = reply["workspace"]
-            if not isinstance(need, int) or isinstance(need, bool) or not 0 < need <= MAX_WORKSPACE_BYTES:
+            if not isinstance(need, int) or isinstance(need, bool) or not 0 < need <= self._workspace_left:
                 raise self._fail("RUNTIME_ERROR", f"asks for a workspace of {str(need)[:40]} bytes")
+            self._workspace_left -= need
             self._workspace = self._arena.keep(need, closed=self.trusted)
             self.poison()
         raise WorkerFailure("RUNTIME_ERROR", self.name, "asks for more workspace every time it is asked")
@@ -327,7 +339,7 @@ class Runner:
         if not (
             isinstance(times, list)
             and len(times) == count
-            and all(isinstance(t, int | float) and not isinstance(t, bool) for t in times)
+            and all(isinstance(t, int | float) and not isinstance(t, bool) and 0 < t < math.inf for t in times)
         ):
             raise self._fail("RUNTIME_ERROR", f"rubbish in reply to replay: {str(times)[:120]}")
         return [float(t) for t in times]

@@ -1,7 +1,8 @@
 """Times of the candidate and of everything beside it, cell by cell.
 
-*Cold*: every call of a pass has its own inputs, together more than twice the last-level cache. *Hot*: all calls share
-one set of inputs. Where a single call's inputs exceed twice the cache there is no difference, and hot refers to cold.
+*Cold*: every call of a pass has its own K and V and its own queries, together more than twice the last-level cache.
+*Hot*: all calls share K and V. Where a single call's inputs exceed twice the cache there is no difference, and hot
+refers to cold.
 
 Times come from the worker's device (events around a graph's replay, perf_counter around a CPU call), pass by pass
 (passes.py). Candidate, root, incumbent, its twin and the baselines take turns in an order that is drawn for each round,
@@ -31,30 +32,29 @@ from tools.evaluator.statistics import median, median_interval
 MODES = ("cold", "hot")
 MOST_CALLS = 1024  # of one graph, where cold does not need more
 HOT_CALLS = 64  # of one pass on the CPU
-ENOUGH = 300  # samples: no more passes than that takes
 
 
 @dataclass(frozen=True)
 class Effort:
-    """passes: of every racer, at least; samples: at least; more passes while one has spent less than budget_ms, up to
-    `most`. warm_ms: replays before them. screen: samples a screened route. burst_us: what one graph should last at
-    least. input_bytes: how much the inputs of one pass may take beyond what cold needs."""
+    """passes: of every racer, at least; more while one has spent less than budget_ms, up to `most`. warm_ms: replays
+    before them. screen: samples a screened route. pass_ms: what a pass of single calls should last at least. burst_us:
+    what one graph should last at least. input_bytes: how much the inputs of one graph may take beyond what cold needs."""
 
     passes: int
-    samples: int
     most: int
     budget_ms: float
     warm_ms: float
     screen: int
+    pass_ms: float
     burst_us: float
     input_bytes: int
 
 
 EFFORTS = {
-    ("cuda", "full"): Effort(15, 15, 40, 60.0, 10.0, 5, 4000.0, 4 << 30),
-    ("cuda", "quick"): Effort(15, 15, 25, 40.0, 5.0, 3, 4000.0, 2 << 30),
-    ("cpu", "full"): Effort(5, 15, 30, 150.0, 10.0, 2, 0.0, 0),
-    ("cpu", "quick"): Effort(5, 15, 20, 60.0, 5.0, 2, 0.0, 0),
+    ("cuda", "full"): Effort(15, 40, 60.0, 10.0, 5, 0.0, 4000.0, 4 << 30),
+    ("cuda", "quick"): Effort(15, 25, 40.0, 5.0, 3, 0.0, 4000.0, 2 << 30),
+    ("cpu", "full"): Effort(15, 40, 150.0, 10.0, 2, 5.0, 0.0, 0),
+    ("cpu", "quick"): Effort(15, 25, 60.0, 5.0, 2, 5.0, 0.0, 0),
 }
 
 
@@ -129,30 +129,23 @@ class Timer:
             return min(cold, HOT_CALLS) if self.device == "cpu" else max(1, long)
         return max(cold, min(long, self._effort.input_bytes // each))
 
-    def inputs(self, cell: Cell, sets: int, draw: Draw, layouts: set[str]) -> Inputs:
-        """`sets` sets of inputs in every storage order that a racer wants, with equal values."""
+    def sets(self, cell: Cell, sets: int, draw: Draw, layout: str, *, closed: bool = True) -> list[tuple[Any, Any, Any]]:
+        """`sets` sets of q, k, v [B,H,S,128] in the storage order that a baseline wants."""
+        order = (0, 1, 2, 3, 4) if layout == "bhsd" else (0, 1, 3, 2, 4)
         heads_q, heads_kv = self._heads
         shapes = [(sets, cell.batch, heads, size, 128) for heads, size in ((heads_q, cell.rows), *[(heads_kv, cell.keys)] * 2)]
-        found: dict[str, tuple[Any, Any, Any]] = {}
-        for layout in sorted(layouts):
-            order = (0, 1, 2, 3, 4) if layout == "bhsd" else (0, 1, 3, 2, 4)
-            q, k, v = (self._arena.empty(shape, order=order) for shape in shapes)
-            for index, tensor in enumerate((q, k, v)):
-                if found:
-                    tensor.copy_(next(iter(found.values()))[index])
-                else:
-                    draw.normal_(tensor)
-            found[layout] = (q, k, v)
-        return Inputs(found)
+        tensors = [self._arena.empty(shape, order=order, closed=closed) for shape in shapes]
+        for tensor in tensors:
+            draw.normal_(tensor)
+        return list(zip(*tensors, strict=True))
 
-    def calls(
-        self, cell: Cell, sets: list[tuple[Any, Any, Any]], count: int, *, closed: bool = False
-    ) -> tuple[list[Call], Any]:
-        """`count` calls over the sets in turn, and their poisoned outputs [count, B, Hq, Sq, 128]."""
-        closed = closed and self._guards.on("closed")
-        outputs = self._arena.empty((count, cell.batch, self._heads[0], cell.rows, 128), closed=closed)
-        poison_(outputs)
-        return [Call(cell.entry, *sets[number % len(sets)], outputs[number]) for number in range(count)], outputs
+    def outputs(self, cell: Cell, count: int, *, closed: bool) -> Any:
+        """Poisoned outputs [count, B, Hq, Sq, 128]."""
+        found = self._arena.empty(
+            (count, cell.batch, self._heads[0], cell.rows, 128), closed=closed and self._guards.on("closed")
+        )
+        poison_(found)
+        return found
 
     # ------------------------------------------------------------ one cell
 
@@ -179,33 +172,41 @@ class Timer:
 
     def _mode(self, cell: Cell, mode: str, racers: list[Racer]) -> dict[str, Any]:
         count = self.calls_of(cell, mode)
-        own = mode == "cold" and self._guards.on("cold")
+        count_sets = count if mode == "cold" and self._guards.on("cold") else 1
         draw = Draw(self._seed, f"timing:{cell.name}:{mode}", self._arena.device)
-        inputs = self.inputs(cell, count if own else 1, draw, {racer.layout for racer in racers} | {"bhsd"})
-        passes = Passes(self._arena, cell, mode, inputs, draw, self._witness, self._quiet, self._guards)
+        inputs = Inputs(self._arena, cell, self._heads, count_sets, draw, self._guards)
+        passes = Passes(self._arena, cell, mode, inputs, self._witness, self._quiet, self._guards)
+        theirs = {
+            layout: self.sets(cell, count_sets, draw, layout)
+            for layout in sorted({racer.layout for racer in racers if not racer.fixed})
+        }
         entries: list[Entry] = []
         lost: dict[str, str] = {}
         for racer in racers:
             try:
-                entries.append(self._enter(cell, racer, inputs.sets(racer.layout), count))
+                entries.append(
+                    self._enter(cell, racer, inputs, count)
+                    if racer.fixed
+                    else self._enter_baseline(cell, racer, theirs[racer.layout], count)
+                )
             except WorkerFailure as problem:
                 if racer.fixed:
                     raise
                 lost[racer.name] = problem.message
         self._race(passes, entries, draw)
-        usual_ms = max([2 * self._ping_ms, *(unseen_ms(entry) for entry in entries if not entry.racer.fixed)])
+        usual_ms = max([2 * self._ping_ms, *(median(unseen_ms(entry)) for entry in entries if not entry.racer.fixed)])
         record: dict[str, Any] = {
             "same_as": None,
             "calls": count,
             "floor_us": floor_us(cell, self._heads, self._target, mode),
-            "unique_bytes": cell.input_bytes(*self._heads) * len(inputs.sets("bhsd")),
+            "unique_bytes": cell.input_bytes(*self._heads) * count_sets,
             "kernels": {},
             "baselines": {},
             "lost": lost,
         }
         for entry in entries:
             try:
-                self._settle(cell, mode, entry, passes, draw, usual_ms)
+                self._settle(cell, mode, entry, passes, inputs, draw, usual_ms)
             except WorkerFailure as problem:
                 if entry.racer.fixed:
                     raise
@@ -214,21 +215,22 @@ class Timer:
             record["kernels" if entry.racer.fixed else "baselines"][entry.racer.name] = entry.record
         return record
 
-    def _enter(self, cell: Cell, racer: Racer, sets: list[tuple[Any, Any, Any]], count: int) -> Entry:
-        """Capture a racer; a provider's routes are screened first and the fastest kept."""
-        if racer.fixed:
-            calls, outputs = self.calls(cell, sets, count, closed=racer.runner.trusted)
-            graph = racer.runner.capture(calls)
-            return Entry(racer, None, calls, outputs, graph, racer.runner.calls_per_sample(graph, count))
+    def _enter(self, cell: Cell, racer: Racer, inputs: Inputs, count: int) -> Entry:
+        """Capture a kernel library."""
+        outputs = self.outputs(cell, count, closed=racer.runner.trusted)
+        calls = inputs.calls(cell.entry, outputs)
+        return Entry(racer, None, calls, outputs, racer.runner.capture(calls))
+
+    def _enter_baseline(self, cell: Cell, racer: Racer, sets: list[tuple[Any, Any, Any]], count: int) -> Entry:
+        """Screen a provider's routes and keep the fastest captured."""
         calls = [Call(cell.entry, *sets[number % len(sets)], sets[0][0]) for number in range(count)]  # o is named by `collect`
         best: Entry | None = None
         best_ms, screened = math.inf, dict[str, Any]()
         for route in racer.routes.get(cell.entry, []):
             try:
                 graph = racer.runner.capture(calls, route=route)
-                per_sample = racer.runner.calls_per_sample(graph, count)
                 racer.runner.replay(graph, 1)
-                taken = median(racer.runner.replay(graph, self._effort.screen)) / per_sample
+                taken = median(racer.runner.replay(graph, self._effort.screen)) / racer.runner.calls_per_sample(graph, count)
             except WorkerFailure as problem:
                 screened[route] = problem.message
                 if not racer.runner.alive():
@@ -238,7 +240,7 @@ class Timer:
             if taken < best_ms:
                 if best is not None:
                     racer.runner.drop(best.graph)
-                best, best_ms = Entry(racer, route, calls, None, graph, per_sample), taken
+                best, best_ms = Entry(racer, route, calls, None, graph), taken
             else:
                 racer.runner.drop(graph)
         if best is None:
@@ -253,9 +255,11 @@ class Timer:
             runner = entry.racer.runner
             once = max(1e-3, sum(runner.replay(entry.graph, runner.passes(entry.graph))))  # of a pass
             passes.warm(entry, min(50, int(effort.warm_ms / once)))
-            samples = runner.passes(entry.graph)
-            least = max(effort.passes, -(-effort.samples // samples))
-            plans[number] = max(least, min(effort.most, ENOUGH // samples, int(effort.budget_ms / once)))
+            entry.span = len(entry.calls)
+            if runner.passes(entry.graph) > 1:  # one call a sample: as many as make a pass long enough to time
+                entry.span = max(1, min(entry.span, math.ceil(effort.pass_ms * entry.span / once)))
+            once *= entry.span / len(entry.calls)
+            plans[number] = max(effort.passes, min(effort.most, int(effort.budget_ms / once)))
         while plans:
             turns = list(plans)
             draw.python.shuffle(turns)
@@ -267,19 +271,18 @@ class Timer:
 
     # ------------------------------------------------------------ verdicts
 
-    def _settle(self, cell: Cell, mode: str, entry: Entry, passes: Passes, draw: Draw, usual_ms: float) -> None:
+    def _settle(self, cell: Cell, mode: str, entry: Entry, passes: Passes, inputs: Inputs, draw: Draw, usual_ms: float) -> None:
         """Verify one more pass, on CUDA devices in every word, then make the record."""
         runner, count = entry.racer.runner, len(entry.calls)
         if entry.racer.fixed:
-            if self._guards.on("poison"):
-                poison_(entry.outputs)
-            runner.replay_all(entry.graph)
+            passes.finish(entry)
             if self._guards.on("verify"):
-                passes.verify(entry, everything=self.device == "cuda")
-            figure = self._accuracy(cell, entry.calls, draw)
+                passes.verify(entry, 0, count, everything=self.device == "cuda")
+            figure = self._accuracy(cell, inputs.true_calls(cell.entry, entry.outputs), draw)
         else:
             with self._arena.scope():
-                calls, outputs = self.calls(cell, [(c.q, c.k, c.v) for c in entry.calls], count, closed=True)
+                outputs = self.outputs(cell, count, closed=True)
+                calls = [Call(cell.entry, c.q, c.k, c.v, outputs[i]) for i, c in enumerate(entry.calls)]
                 runner.poison_outputs(entry.graph)
                 runner.replay_all(entry.graph)
                 runner.collect(entry.graph, calls)
@@ -288,17 +291,15 @@ class Timer:
             if missing or not figure.within(self._limits["accuracy_rms"]):
                 runner.drop(entry.graph)
                 raise WorkerFailure("INACCURATE", entry.racer.name, f"{missing} words unwritten, RMS error {figure.rms:.5f}")
-        samples = [1000 * sample / entry.per_sample for sample in entry.samples_ms]
+        samples = [1000 * sample for sample in entry.worker_ms]
         low, high = median_interval(samples)
         entry.record = {
             "route": entry.route,
             "samples_us": [round(s, 4) for s in samples],
             "median_us": median(samples),
             "interval_us": [low, high],
-            "calls_per_sample": entry.per_sample,
-            "pass_us": [round(1000 * taken / count, 4) for taken in entry.judge_ms],
-            "judge_ms": round(sum(entry.judge_ms), 3),
-            "worker_ms": round(sum(entry.worker_ms), 3),
+            "calls_per_sample": entry.span,
+            "pass_us": [round(1000 * taken, 4) for taken in entry.judge_ms],
             "verified_outputs": count,
             "verified_parts": entry.parts,
             "accuracy": {"rms": figure.rms, "worst": figure.worst, "rows": figure.rows},
@@ -322,9 +323,7 @@ class Timer:
         floor = floor_us(cell, self._heads, self._target, mode)
         taken = entry.record["median_us"]
         problem = None
-        if not (all(map(math.isfinite, entry.samples_ms)) and taken > 0 and min(entry.samples_ms) >= 0):
-            problem = f"{taken} us is no time"
-        elif taken < floor and self._guards.on("floor"):
+        if taken < floor and self._guards.on("floor"):
             problem = f"{taken:.3f} us is below the floor of {floor:.3f} us that operations and bytes allow"
         elif entry.racer.fixed and self._guards.on("clock"):
             problem = clock_problem(entry, usual_ms, self.device)

@@ -155,13 +155,13 @@ class Worker:
         self._mapping.open(chunk, handle, bytes, descriptors.pop() if descriptors else None)
         return {}
 
-    def do_load(self, kind: str, name: str, scratch: str | None = None) -> dict[str, Any]:
+    def do_load(self, kind: str, name: str, scratch: str | None = None, memory_bytes: int | None = None) -> dict[str, Any]:
         if kind == "provider":
             self._host = ProviderHost(name, self._mapping)
             return dict(self._host.describe())
         state: dict[str, str] = {}
         if scratch is not None:
-            state = sandbox.enter(scratch, [os.path.dirname(name)], self._kind)
+            state = sandbox.enter(scratch, [os.path.dirname(name)], self._kind, memory_bytes=memory_bytes)
         self._host = LibraryHost(name, self._mapping)
         return {"sandbox": state}
 
