@@ -97,6 +97,8 @@ SECTIONS = re.compile(
 )
 INITIALISERS = re.compile(r"_GLOBAL__(sub_)?I_.*|_GLOBAL__sub_I\.\d+_.*|(_ZL\d+)?__sti____cudaRegisterAll\w*")
 DEVICE_IMPORTS = ("__assertfail",)
+# Texts that the compiler keeps on the device for assert().
+ASSERT_TEXT = re.compile(r"\$str(\$\d+)?|__unnamed_\d+")
 STATE_BYTES = 1  # of a device variable: the headers of CUDA and CUTLASS define empty tag objects of one byte
 
 

@@ -94,7 +94,8 @@ def refusal(evidence: dict[str, Any]) -> str | None:
     if names := [name for name in evidence["device_imports"] if name not in allowed.DEVICE_IMPORTS]:
         return f"its device code calls {names[0]}"
     for variable in evidence["device_variables"]:
-        if variable["bytes"] > allowed.STATE_BYTES:
+        text = "__assertfail" in evidence["device_imports"] and allowed.ASSERT_TEXT.fullmatch(variable["name"])
+        if variable["bytes"] > allowed.STATE_BYTES and not text:
             return f"it keeps the variable {variable['name']} on the device between calls (constants may be __constant__)"
     if evidence["registrations"] > 1:
         return f"it registers device code {evidence['registrations']} times"

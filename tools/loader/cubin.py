@@ -25,8 +25,10 @@ FATBIN_MAGIC, PTX_IMAGE, ELF_IMAGE = 0xBA55ED50, 1, 2
 FATBIN_SECTION = ".nv_fatbin"
 STT_OBJECT, ENTRY_POINT = 1, 0x10  # in a symbol's `other`
 _ATTRIBUTES = {0x11: "stack_bytes", 0x2F: "registers"}  # EIATTR_FRAME_SIZE, EIATTR_REGCOUNT
-# nvcc's name for a file's internal namespace: a module id that changes with the text, and the file's name.
-_MODULE = re.compile(r"(_GLOBAL__N__|_INTERNAL_)[0-9a-f]{8}_\d+_\w*?_[0-9a-f]{8}")
+# nvcc's name for a file's internal namespace: a module id that changes with the text, the file's name, and what the file
+# exports first. In a mangled name its length stands before it.
+_MANGLED = re.compile(r"(\d+)(_GLOBAL__N__|_INTERNAL_)(?=[0-9a-f]{8}_(\d+)_)")
+_DEMANGLED = re.compile(r"(?<![\dA-Za-z])_INTERNAL_[0-9a-f]{8}_\d+_\w+")
 
 
 @dataclass(frozen=True)
@@ -72,8 +74,17 @@ def device_code(elf: Elf) -> DeviceCode:
 
 
 def plain(name: str) -> str:
-    """A symbol without what changes from build to build."""
-    return _MODULE.sub(r"\1", name)
+    """A symbol, mangled or not, without what changes from build to build."""
+    found, at = [], 0
+    for match in _MANGLED.finditer(name):
+        digits, mark, file = match.groups()
+        shortest = len(mark) + 10 + len(file) + int(file) if len(file) < 5 else len(name)
+        # The digits of a name that ends just before may run into the length: take the longest number that fits.
+        fitting = [int(digits[i:]) for i in range(len(digits)) if shortest <= int(digits[i:]) <= len(name) - match.start(2)]
+        if match.start() >= at and fitting:
+            found.append(name[at : match.start(2)].rstrip("0123456789") + mark)
+            at = match.start(2) + fitting[0]
+    return _DEMANGLED.sub("_INTERNAL_", "".join([*found, name[at:]]))
 
 
 def _images(section: Section, name: str) -> Iterator[tuple[int, int, bytes]]:
