@@ -227,7 +227,7 @@ class Ladder:
         homes = [home for home in (tiles[0], tiles[-1]) if len(home) > 4]
         if len(tiles) == 1:
             return None
-        return self._first([probes.row_sum(self.row, tiles, home, seed) for home in homes for seed in range(6)])
+        return self._first([probes.row_sum(self.row, tiles, home, seed) for home in homes for seed in range(12)])
 
     def products(self, tile: range) -> str | None:
         wanted = list(probes.products(self.row, tile))
@@ -247,10 +247,9 @@ def _suspect(ladder: Ladder) -> range:
     """The tile with which the row, computed up to some tile of the reduction, first comes out differently."""
     row = ladder.row
     if ladder.own_scores:
-        for count in range(1, len(row.tiles) + 1):
-            if count <= MAX_TILES or count & (count - 1) == 0:
-                if any(seen.o or seen.lse for seen in ladder.lab.look(list(probes.up_to(row, count)))):
-                    return row.tiles[count - 1]
+        for count in (c for c in range(1, len(row.tiles) + 1) if c <= MAX_TILES or c & (c - 1) == 0):
+            if any(seen.o or seen.lse for seen in ladder.lab.look(list(probes.up_to(row, count)))):
+                return row.tiles[count - 1]
     return row.tiles[-1]
 
 
@@ -280,12 +279,13 @@ def _climb(ladder: Ladder, verdict: Verdict) -> None:
     rest = [tile for tile in tiles if tile != suspect]
     for tried in ([suspect], rest[:: max(1, len(rest) // OTHER_TILES)]):  # the likely tile through all stages first
         for stage, probe in ladder.steps():
-            if stage == "scores":  # needs the keys to be right, and comes before all that it would lay blame on
+            if stage == "scores":  # the keys are right, and nothing else has been looked at
                 for tile in tried:
                     ladder.one_score(tile)
-                if ladder.blamed:
-                    verdict.stage, verdict.probe = ladder.blamed
-                    return
+                    if ladder.blamed:
+                        verdict.stage, verdict.probe = ladder.blamed
+                        verdict.tile = tile
+                        return
             for tile in tried:
                 name = probe(tile)
                 if name is not None:

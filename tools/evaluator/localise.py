@@ -1,8 +1,9 @@
 """First divergence: where two results differ, how far, in which stage of the reduction, and a small case that shows it.
 
-    parts = Parts(candidate, witness, arena, tile, order)
+    parts = Parts(start, witness, arena, tile, order, Origin("cpu", "kernel.cpp", sha256))
     found = localise(parts, results, got, expected, "decode against prefill")
-    found.record   JSON-able, for the report;  found.scene, found.lse: what reproducer.py writes
+    found.record           JSON-able, for the report
+    found.save(path)       writes the reproducer, for `python tools/fuzz.py --replay`
 
 `results` are the (call, o, lse) of the calls made so far, o and lse in the judge's memory; `got` and `expected` are views
 of them, or anything of the same shape. Nothing here raises, and nothing changes a verdict: what goes wrong is a note.
@@ -10,8 +11,11 @@ of them, or anything of the same shape. Nothing here raises, and nothing changes
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,31 +23,46 @@ import torch
 from tools.evaluator.arena import Arena
 from tools.evaluator.compare import raw
 from tools.evaluator.diagnose import Lab, diagnose
+from tools.evaluator.reproducer import Origin, case_of
 from tools.evaluator.runner import Call, Runner, WorkerFailure
-from tools.evaluator.scene import Scene, Stage, alone, fewer_keys, scene_of, shrink, smaller, through
+from tools.evaluator.scene import Scene, Stage, alone, scene_of, through
+from tools.evaluator.shrink import fewer_keys, shrink, smaller
+from tools.fuzzer.case import Case, write
 
 BUDGET_S = 10.0
-SHARES = (0.25, 0.8)  # of the budget: until surroundings are small, until probes end; the rest shrinks the keys
+SHARES = (0.25, 0.75, 0.95)  # of the budget: when surroundings are small, probes done, keys few
 ENTRIES = ("decode", "extend", "prefill", "packed")
 Result = tuple[Call, Any, Any]
 
 
 @dataclass(frozen=True)
 class Parts:
-    """tile and order ("ascending" or "descending"): the contract's. candidate: best a fresh worker, which may die."""
+    """start: makes a fresh worker of the candidate, which may die here without harm to the run; its timeout should be about
+    the budget. tile and order ("ascending" or "descending"): the contract's."""
 
-    candidate: Runner
+    start: Callable[[], Runner]
     witness: Runner | None
     arena: Arena
     tile: int
     order: str
+    origin: Origin
 
 
 @dataclass
 class Found:
+    """case: None where no small case was found."""
+
     record: dict[str, Any]
-    case: Any = None  # a tools.fuzzer.case.Case without its target and backend; see reproducer.py
+    case: Case | None = None
     notes: list[str] = field(default_factory=list)
+
+    def save(self, path: Path) -> bool:
+        """Write the case to a new file and name it in the record; False where there is none."""
+        if self.case is None:
+            return False
+        write(path, self.case)
+        self.record["reproducer"] = {**self.record["reproducer"], "file": path.name}
+        return True
 
 
 # ---------------------------------------------------------------- how far
@@ -155,7 +174,7 @@ def localise(parts: Parts, results: list[Result], got: Any, expected: Any, what:
     """The record of the first differing comparison of a run. got, expected: tensors of one shape and dtype that differ."""
     start, threads = time.monotonic(), torch.get_num_threads()
     torch.set_num_threads(1)  # many small steps: threads that wait for each other would only cost time
-    record: dict[str, Any] = {"what": what, "how_far": None, "where": None, "stage": None, "notes": []}
+    record: dict[str, Any] = {"what": what, "how_far": None, "where": None, "stage": None, "reproducer": None, "notes": []}
     found = Found(record, notes=record["notes"])
     try:
         record["how_far"] = how_far(got, expected)
@@ -172,7 +191,7 @@ def localise(parts: Parts, results: list[Result], got: Any, expected: Any, what:
 
 def _localise(parts: Parts, results: list[Result], got: Any, expected: Any, found: Found, budget_s: float) -> None:
     index = _first_word(got, expected)
-    place = locate(results, got, index)
+    place = locate(results, got, index) or locate(results, expected, index)
     if place is None:
         found.notes.append("the result is of no known call: nothing to replay")
         return
@@ -181,8 +200,8 @@ def _localise(parts: Parts, results: list[Result], got: Any, expected: Any, foun
     if parts.witness is None:
         found.notes.append("no witness: the stage cannot be told")
         return
-    stage = Stage(parts.candidate, parts.witness, parts.arena, budget_s)
-    with parts.arena.scope():
+    with _started(parts.start) as candidate, parts.arena.scope():
+        stage = Stage(candidate, parts.witness, parts.arena, budget_s)
         for chosen in dict.fromkeys((_worst_row(got, expected, place[1] == "o"), index)):
             scene, side = _off_contract(stage, results, (got, expected), chosen, found)
             if scene is not None:
@@ -190,6 +209,16 @@ def _localise(parts: Parts, results: list[Result], got: Any, expected: Any, foun
                 _search(parts, stage, scene, found, budget_s)
                 return
     found.notes.append("the difference does not repeat: it depends on what ran before, on timing, or on this call's memory")
+
+
+@contextlib.contextmanager
+def _started(start: Callable[[], Runner]) -> Iterator[Runner]:
+    runner = start()
+    try:
+        yield runner
+    finally:
+        runner.kill()  # nothing in it is needed
+        runner.close()
 
 
 def _where(place: tuple[Call, str, tuple[int, ...]], got: Any, expected: Any, index: tuple[int, ...]) -> dict[str, Any]:
@@ -204,6 +233,7 @@ def _where(place: tuple[Call, str, tuple[int, ...]], got: Any, expected: Any, in
         "head": head,
         "row": row,
         "dim": at[-1] if name == "o" else None,
+        "key_tile": None,
         "got": f"0x{word:0{bits // 4}x}",
         "expected": f"0x{other:0{bits // 4}x}",
     }
@@ -237,24 +267,36 @@ def _search(parts: Parts, stage: Stage, scene: Scene, found: Found, budget_s: fl
         return stage.left() > budget_s * (1 - share)
 
     near = shrink(scene, smaller, stage.differs, lambda: time_until(SHARES[0]))
-    single = near.entry == "decode" or near.rows == 1 or near.q.shape[:2] == (1, 1)
     record["surroundings"] = near.describe()
     by_itself = stage.differs(alone(scene))
     record["row_alone"] = by_itself
     if not by_itself:
         found.notes.append("the row alone agrees with the witness: the fault depends on what stands around it")
     record["entry_points"] = entries = _entry_points(stage, scene)
-    cheap = next((s for e in ("decode", "extend") if entries.get(e) for s in [through(scene, e, stage.arena)]), None)
-    if cheap is not None and single and stage.answer(cheap) == wrong:
-        near = cheap
-    lab = Lab(stage, near, parts.tile, parts.order, budget_s * (1 - SHARES[1]))
+    if entries.get("decode") and stage.answer(cheap := through(scene, "decode", stage.arena)) == wrong:
+        near = cheap  # the same wrong bits where probes cost least
+    if scene.visible:
+        _stage(parts, stage, near, found, budget_s)
+    else:
+        found.notes.append("the row sees no key: its output is 0 and its LSE -inf")
+    small = shrink(near, lambda s: fewer_keys(s, parts.tile), stage.differs, lambda: time_until(SHARES[2]))
+    for tried in (small, near, scene):
+        found.case = case_of(stage, tried, parts.origin, f"{record['what']}: the row against the witness")
+        if found.case is not None:
+            record["reproducer"] = tried.describe()
+            return
+    found.notes.append("no file shows it: the fault depends on memory that a case cannot describe, or the inputs are too large")
+
+
+def _stage(parts: Parts, stage: Stage, scene: Scene, found: Found, budget_s: float) -> None:
+    """Probe the row, and say which stage and which tile of keys came out."""
+    lab = Lab(stage, scene, parts.tile, parts.order, budget_s * (1 - SHARES[1]))
     verdict = diagnose(lab)
-    record["stage"] = verdict.record()
-    record["probes"] = lab.runs
+    found.record["stage"] = verdict.record()
+    found.record["probes"] = lab.runs
     found.notes.extend(verdict.notes)
-    small = shrink(near, lambda s: fewer_keys(s, parts.tile), stage.differs, lambda: time_until(1.0))
-    found.case = small
-    record["reproducer"] = small.describe()
+    if verdict.tile is not None:
+        found.record["where"]["key_tile"] = verdict.tile.start // parts.tile
 
 
 def _entry_points(stage: Stage, scene: Scene) -> dict[str, bool]:
