@@ -45,6 +45,7 @@ CONTROLS = [
     ("lse_of_decode", "lse", "lse"),
     ("nan_spreads", "nonfinite", "nonfinite"),
     ("size_256", "cells", "cells"),
+    ("odd_kv_heads", "hidden", "hidden"),
     ("every_output", "cells", "witness"),
     ("writes_before", "addresses", "untouched"),
     ("writes_input", "addresses", "untouched"),

@@ -166,7 +166,7 @@ def test_status(
         target = evaluator_tools.load_target("cpu")
         target.config["limits"]["case_timeout_s"] = 3
         monkeypatch.setattr(judge, "load_target", lambda *_: target)
-    got = evaluate(tmp_path, source=source, only=(only,))
+    got = evaluate(tmp_path, source=source, only=(only,), guards_off=evaluator_tools.UNCONFINED)
     assert got["status"] == status, got["reason"]
     assert words in got["reason"]
     assert got["timing"] is None
@@ -201,7 +201,7 @@ def test_behaving_until_the_checks_are_over(
 ) -> None:
     monkeypatch.setattr(judge, "CHECKS", {})
     source = evaluator_tools.perturbed(tmp_path, bench.honest, "late_change")
-    got = evaluate(tmp_path, source=source)
+    got = evaluate(tmp_path, source=source, guards_off=evaluator_tools.UNCONFINED)
     assert got["status"] == "BIT_MISMATCH" and "differs from the witness's" in got["reason"], got["reason"]
 
 
@@ -227,12 +227,83 @@ def test_a_against_a_is_not_promoted_and_a_slower_one_is_not_admissible(
     monkeypatch.setattr(judge, "load_target", lambda *_: target)
     same = evaluate(tmp_path, root=honest, incumbent=honest)
     assert same["status"] == "PASSED", same["reason"]
-    assert same["promotion"]["admissible"] and not same["promotion"]["promoted"], same["promotion"]
-    assert same["timing"]["second"] is not None
+    found = same["promotion"]
+    assert found["admissible"] and not found["promoted"] and "not the full cases" in found["blockers"], found
+    assert found["comparison"]["sessions"] == 1 + len(same["timing"]["again"])
+    assert set(same["timing"]["cells"][0]["modes"]["cold"]["kernels"]) == {"candidate", "root", "incumbent", "twin"}
     source = evaluator_tools.perturbed(tmp_path, bench.honest, "slow")
-    slow = judge.evaluate(Options(gpu="cpu", output=tmp_path / "slow.json", cases="quick", source=source, root=honest), quiet)
+    slow = judge.evaluate(
+        Options(
+            gpu="cpu",
+            output=tmp_path / "slow.json",
+            cases="quick",
+            source=source,
+            root=honest,
+            guards_off=evaluator_tools.UNCONFINED,
+        ),
+        quiet,
+    )
     assert slow["status"] == "PASSED", slow["reason"]
     assert not slow["promotion"]["admissible"] and "limit" in slow["promotion"]["problems"][0]
+    assert f"guards were off: {', '.join(sorted(evaluator_tools.UNCONFINED))}" in slow["promotion"]["blockers"]
+
+
+def test_a_promotion_goes_through_the_sealed_cases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With noise not looked at and the clock of T turned, an equal candidate reaches the sealed cases, and passes them."""
+    monkeypatch.setattr(judge, "CHECKS", {})
+    target = evaluator_tools.load_target("cpu")
+    target.config["workloads"] = {
+        **target.config["workloads"],
+        "prefill": {"batch": [1, 2], "seqlen": [48, 96]},
+        "update": None,
+        "decode": {"batch": [1, 2], "context": [64, 128]},
+    }
+    target.config["target"]["l2_bytes"] = 1 << 20
+    target.config["limits"]["max_slowdown"] = 5.0
+    monkeypatch.setattr(judge, "load_target", lambda *_: target)
+    better = {"verdict": "better", "why": "said so", "sessions": 1}
+    monkeypatch.setattr(judge.promotion, "compare", lambda sessions, w, noise=True: better)
+    monkeypatch.setattr(judge.Judge, "_blockers", lambda self: [])
+    honest = target.source()
+    got = evaluate(tmp_path, root=honest, incumbent=honest)
+    assert got["status"] == "PASSED", got["reason"]
+    assert got["promotion"]["sealed"] == "passed" and got["promotion"]["promoted"]
+    assert "sealed" not in got["run"]["stages"] and "sealed" not in json.dumps(got["timing"])
+    monkeypatch.setattr(judge, "sealed_cases", lambda *_: False)
+    (tmp_path / "report.json").unlink()
+    got = evaluate(tmp_path, root=honest, incumbent=honest)
+    assert got["promotion"]["sealed"] == "failed" and got["promotion"]["reason"] == "the sealed cases failed"
+
+
+def test_a_file_that_changes_during_the_run_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = tmp_path / "kernel.cpp"
+    source.write_text(evaluator_tools.load_target("cpu").source().read_text())
+    monkeypatch.setattr(judge, "CHECKS", {})
+
+    def edit(stage: str, text: str) -> None:
+        if stage == "timing":
+            source.write_text(source.read_text() + "// longer\n")
+
+    got = judge.evaluate(Options(gpu="cpu", output=tmp_path / "r.json", cases="quick", source=source), edit)
+    assert got["status"] == "REFUSED" and "kernel.cpp changed during the run" in got["reason"]
+    assert got["timing"] is None
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("limits: {accuracy_rms: 0.1}", "limits.accuracy_rms: 0.1 is weaker"),
+        ("limits: {max_slowdown: 2.0}", "limits.max_slowdown: 2"),
+        ("contract: {steps: {scale: another}}", "contract.steps.scale"),
+        ("contract: {name: mine}", "contract.name"),
+    ],
+)
+def test_a_weaker_config_is_refused_before_any_work(tmp_path: Path, repo: Path, change: str, words: str) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(f"extends: {os.path.relpath(repo / 'experimental' / 'cpu' / 'config.yaml', tmp_path)}\n{change}\n")
+    with pytest.raises(UserError, match=words):
+        judge.evaluate(Options(gpu=None, config=config, output=tmp_path / "r.json"), quiet)
+    assert not (tmp_path / "r.json").exists()
 
 
 # ---------------------------------------------------------------- the command

@@ -13,6 +13,7 @@ class Grid:
     repeats: runs of one call that must agree. library_shapes: shapes compared with the library, at least.
     witness_flop: work of one comparison with the witness; a larger call is compared in part.
     cells: how many cells of each phase a run times, 0 for all. oracle_rows: rows of a sequence the oracle looks at.
+    hidden: secret shapes.
     """
 
     sweep: int
@@ -26,6 +27,7 @@ class Grid:
     witness_flop: float
     cells: int
     oracle_rows: int
+    hidden: int
 
 
 RATIOS = (
@@ -51,10 +53,10 @@ RATIOS = (
 SOME_RATIOS = ((2, 2), (12, 2), (16, 1), (5, 1))
 
 GRIDS = {
-    ("cpu", "full"): Grid(300, 1100, (4, 2), RATIOS, (2, 3, 5, 16), 3, 12, 60, 2.5e7, 0, 8),
-    ("cpu", "quick"): Grid(140, 300, (4, 2), SOME_RATIOS, (3,), 1, 4, 12, 5.0e6, 1, 6),
-    ("cuda", "full"): Grid(1200, 9000, (32, 8), RATIOS, (2, 3, 5, 16, 17), 6, 40, 220, 1e14, 0, 12),
-    ("cuda", "quick"): Grid(400, 2100, (32, 8), SOME_RATIOS, (3, 16), 2, 10, 60, 1e14, 2, 8),
+    ("cpu", "full"): Grid(300, 1100, (4, 2), RATIOS, (2, 3, 5, 16), 3, 12, 60, 2.5e7, 0, 8, 24),
+    ("cpu", "quick"): Grid(140, 300, (4, 2), SOME_RATIOS, (3,), 1, 4, 12, 5.0e6, 1, 6, 8),
+    ("cuda", "full"): Grid(1200, 9000, (32, 8), RATIOS, (2, 3, 5, 16, 17), 6, 40, 220, 1e14, 0, 12, 80),
+    ("cuda", "quick"): Grid(400, 2100, (32, 8), SOME_RATIOS, (3, 16), 2, 10, 60, 1e14, 2, 8, 20),
 }
 
 

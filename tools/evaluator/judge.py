@@ -17,9 +17,10 @@ from typing import Any
 
 from tools.core.config import Target, load_target
 from tools.core.errors import BuildError, UserError
-from tools.core.files import sha256_file, sha256_json
+from tools.core.files import sha256_file, sha256_json, show_path
 from tools.evaluator import (
     checks,
+    checks_hidden,
     checks_memory,
     checks_values,
     counters,
@@ -27,8 +28,11 @@ from tools.evaluator import (
     environment,
     integrity,
     objective,
+    promotion,
     providers,
     report,
+    sandbox,
+    static,
 )
 from tools.evaluator.arena import Arena
 from tools.evaluator.baselines import Baselines
@@ -36,13 +40,14 @@ from tools.evaluator.cases import CHECKS, Context
 from tools.evaluator.grids import Grid, cells, grid
 from tools.evaluator.guards import Guards
 from tools.evaluator.passes import Mismatch, Racer, Refused
-from tools.evaluator.runner import START_TIMEOUT_S, Runner, Stop, WorkerFailure
+from tools.evaluator.runner import START_TIMEOUT_S, Runner, Stop, WorkerFailure, live_workers
+from tools.evaluator.sealed import sealed_cases
 from tools.evaluator.timing import EFFORTS, Timer, machine_section
 from tools.loader.build import Built, build
 from tools.loader.device import check_machine, resolve_device
 
 RACING = ("candidate", "root", "incumbent", "twin")
-_REGISTERED = (checks, checks_memory, checks_values)  # importing them registers the checks
+_REGISTERED = (checks, checks_hidden, checks_memory, checks_values)  # importing them registers the checks
 CHUNK_BYTES = 1 << 30  # of CPU memory, which is taken only when touched
 CUDA_CHUNK_BYTES, CUDA_CHUNK_SHARE = 32 << 30, 0.35  # of device memory: one chunk that fits every cell, a part of what is free
 
@@ -104,6 +109,7 @@ def evaluate(options: Options, show: Show) -> dict[str, Any]:
             "guards_off": sorted(options.guards_off),
         },
     )
+    sandbox.harden_judge()
     judge = Judge(options, target, record, root, show)
     started = time.monotonic()
     try:
@@ -230,9 +236,11 @@ class Judge:
 
     def close(self) -> None:
         """End all workers at once: none holds anything that is needed."""
-        for name, runner in self.runners.items():
+        for runner in self.runners.values():
             runner.kill()
             self.waited_s += runner.waited_s
+        sandbox.kill_strays(live_workers())
+        for name, runner in self.runners.items():
             if runner.log().strip():
                 self.record["logs"][name] = runner.log()[-4000:]
         self.runners.clear()
@@ -297,7 +305,8 @@ class Judge:
             self._progress(role)
             start = time.monotonic()
             try:
-                self.builds[role] = built = build(self.target, source, role=kind)
+                # The candidate's library comes from no cache: whoever can write there could have put anything into it.
+                self.builds[role] = built = build(self.target, source, role=kind, fresh=role == "candidate")
             except BuildError as problem:
                 if role == "candidate":
                     raise
@@ -306,9 +315,20 @@ class Judge:
                 self.waited_s += time.monotonic() - start
             self.disk.add([built.source, *(self.target.root / name for name in self.target.kernel_files(kind))])
             self.record["builds"][role] = report.build_record(built)
+            self._inspect(role, built)
             spilling = [use["kernel"] for use in built.resources if use["spill_store_bytes"] or use["spill_load_bytes"]]
             if spilling:
                 self.record["notes"].append(f"{role}: {len(spilling)} kernels spill registers, first {spilling[0]}")
+
+    def _inspect(self, role: str, built: Built) -> None:
+        """Static evidence; a candidate, root or incumbent that asks for more than a kernel needs is refused."""
+        parent = self.options.incumbent or self.options.root
+        base = build(self.target, parent) if role == "candidate" and parent is not None else None
+        evidence = static.inspect(built, self.device, base)
+        self.record["builds"][role]["static"] = evidence
+        problem = static.refusal(evidence)
+        if problem and self.guards.on("imports"):
+            raise Stop("REFUSED", f"{role}: {show_path(built.source)}: {problem}")
 
     def _profiled(self, role: str) -> Runner:
         """A fresh worker of a role that a profiler may look into."""
@@ -325,15 +345,13 @@ class Judge:
 
     # ------------------------------------------------------------ correctness
 
-    def _correctness(self) -> None:
+    def _context(self, seed: int) -> Context:
         library = self.baselines.library()
-        if missing := self.baselines.missing_library():
-            self.record["notes"].append(missing)
-        context = Context(
+        return Context(
             arena=self.arena,
             candidate=self.runners["candidate"],
             witness=self.runners["witness"],
-            seed=self.seed,
+            seed=seed,
             grid=self.grid,
             tile=self.target.config["contract"]["tile"],
             cells=self.cells,
@@ -345,9 +363,14 @@ class Judge:
             progress=self._progress,
             guards=self.guards,
         )
+
+    def _correctness(self) -> None:
+        if missing := self.baselines.missing_library():
+            self.record["notes"].append(missing)
+        context = self._context(self.seed)
         try:
             for name, item in CHECKS.items():
-                if not self.options.only or name in self.options.only:
+                if (not self.options.only or name in self.options.only) and (name != "hidden" or self.guards.on("hidden")):
                     context.perform(item)
         except WorkerFailure as problem:
             context.tally.fail(context.label, str(problem))
@@ -373,6 +396,20 @@ class Judge:
 
     # ------------------------------------------------------------ timing
 
+    def _timer(self, seed: int, progress: Callable[[str], None]) -> Timer:
+        return Timer(
+            self.arena,
+            machine_section(self.target, self.record["environment"]["gpu"]),
+            self.limits,
+            self.heads,
+            self.target.config["contract"]["tile"],
+            seed,
+            EFFORTS[self.device, self.options.cases],
+            self.runners["witness"],
+            progress,
+            self.guards,
+        )
+
     def _racers(self, roles: Sequence[str]) -> list[Racer]:
         baselines: list[Racer] = self.baselines.racers()
         return [Racer(role, self.runners[role]) for role in roles if role in self.builds] + baselines
@@ -380,18 +417,7 @@ class Judge:
     def _measure(self, roles: Sequence[str]) -> list[dict[str, Any]]:
         self._progress("baselines compile")
         self.baselines.await_compilation()
-        timer = Timer(
-            self.arena,
-            machine_section(self.target, self.record["environment"]["gpu"]),
-            self.limits,
-            self.heads,
-            self.target.config["contract"]["tile"],
-            self.seed,
-            EFFORTS[self.device, self.options.cases],
-            self.runners["witness"],
-            self._progress,
-            self.guards,
-        )
+        timer = self._timer(self.seed, self._progress)
         racers = self._racers(roles)
         try:
             found = [timer.cell(cell, racers) for cell in self.cells]
@@ -424,7 +450,7 @@ class Judge:
             "unit": "microseconds a call",
             "cells": first,
             "geomeans": report.geomeans(first),
-            "second": None,
+            "again": [],
         }
         root = None if self.root_report is None else report.latencies(self.root_report)
         if "root" in self.builds:
@@ -437,32 +463,60 @@ class Judge:
             self.record["notes"].append("times of a compatibility run are proxies and enter no result")
 
     def _promotion(self, first: list[dict[str, Any]], root: dict[str, float] | None) -> None:
+        blockers = self._blockers()
         problems = objective.admissible(first, root, self.limits["max_slowdown"]) if root is not None else []
-        comparison = None
+        comparison, sealed = None, None
         if "incumbent" in self.builds and not problems:
-            with self._stage("second measurement"):
-                second = self._remeasure()
             w = {cell["name"]: cell["weight"] for cell in self.record["objective"]["cells"]}
-            comparison = objective.compare(first, second, w)
-            self.record["timing"]["second"] = second
-        promoted, reason = objective.decide(problems, comparison)
-        if promoted and self.record["compatibility"]:
-            promoted, reason = False, "a compatibility run promotes nothing"
-        self.record["promotion"] = {
-            "admissible": not problems,
-            "problems": problems,
-            "comparison": comparison,
-            "promoted": promoted,
-            "reason": reason,
-        }
+            sessions = [first]
+            comparison = promotion.compare(sessions, w, noise=self.guards.on("noise"))
+            while comparison["verdict"] == "unclear":
+                with self._stage("measured again"):
+                    sessions.append(self._remeasure())
+                comparison = promotion.compare(sessions, w)
+            self.record["timing"]["again"] = sessions[1:]
+            if comparison["verdict"] == "better" and not blockers:
+                self._show("sealed", "")
+                sealed = self._sealed() if self.guards.on("sealed") else True
+        self.record["promotion"] = promotion.record(first, comparison, root, self.limits["max_slowdown"], blockers, sealed)
 
-    def _remeasure(self) -> list[dict[str, Any]]:
-        """Candidate and incumbent once more, in fresh processes and in the other order."""
-        roles = [role for role in ("incumbent", "twin", "candidate") if role in self.builds]
+    def _blockers(self) -> list[str]:
+        """Why this run may promote nothing, whatever it measures."""
+        guards = sorted(self.guards.off)
+        reasons = {
+            "the seed was given": self.options.seed is not None,
+            "a compatibility run": self.record["compatibility"],
+            "not the full cases": self.options.cases != "full",
+            "no root to be admissible under": self.root_report is None and "root" not in self.builds,
+            f"guards were off: {', '.join(guards)}": bool(guards),
+        }
+        return [reason for reason, holds in reasons.items() if holds]
+
+    def _sealed(self) -> bool:
+        """Nothing of it reaches the report but the answer: the worker is fresh and its output is thrown away."""
+        kept = self.runners.pop("candidate")
+        try:
+            self._respawn(["candidate"])
+            racers = [racer for racer in self._racers(RACING) if racer.fixed]
+            cells = self.target.config["workloads"], float(self.limits["max_slowdown"])
+            return sealed_cases(self._context, lambda seed: self._timer(seed, lambda text: None), racers, *cells)
+        except WorkerFailure:
+            return False
+        finally:
+            self.runners.pop("candidate").kill()
+            self.runners["candidate"] = kept
+
+    def _respawn(self, roles: list[str]) -> None:
         for role in roles:
-            self.runners[role].close()
-            self.waited_s += self.runners[role].waited_s
             self._spawn(role)
         for role in roles:
             self._load(role)
+
+    def _remeasure(self) -> list[dict[str, Any]]:
+        """All kernels once more, in fresh processes that start in the other order."""
+        roles = [role for role in reversed(RACING) if role in self.builds]
+        for role in roles:
+            self.runners[role].close()
+            self.waited_s += self.runners[role].waited_s
+        self._respawn(roles)
         return self._measure(roles)

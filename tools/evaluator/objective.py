@@ -13,7 +13,6 @@ from __future__ import annotations
 from typing import Any
 
 from tools.core.errors import UserError
-from tools.evaluator.statistics import bootstrap_ratio
 
 PHASES = ("full", "decode")
 LEAST_GAIN = 0.005  # no measurement here resolves less
@@ -127,39 +126,3 @@ def doubtful(cells: list[dict[str, Any]], root: dict[str, float], max_slowdown: 
         if low <= max_slowdown < high:
             found.append(f"{cell['name']}: the ratio to the root lies between {low:.3f} and {high:.3f}, limit {max_slowdown}")
     return found
-
-
-def samples(cells: list[dict[str, Any]], racer: str) -> list[list[float]]:
-    return [cell["modes"]["cold"]["kernels"][racer]["samples_us"] for cell in cells]
-
-
-def compare(first: list[dict[str, Any]], second: list[dict[str, Any]], w: dict[str, float]) -> dict[str, Any]:
-    """Candidate against incumbent in two measurements, each in processes of its own.
-
-    The gain must show in both, beyond the samples' own spread (the bootstrap interval of the ratio stays below 1) and
-    beyond twice what the ratio moved from one measurement to the other (`drift`).
-    """
-    order = [w[cell["name"]] for cell in first]
-    runs: list[tuple[float, float, float]] = []
-    for cells in (first, second):
-        runs.append(bootstrap_ratio(samples(cells, "candidate"), samples(cells, "incumbent"), order))
-    drift = abs(runs[0][0] - runs[1][0])
-    gain = min(1 - ratio for ratio, _, _ in runs)
-    better = all(high < 1 for _, _, high in runs) and gain > max(2 * drift, LEAST_GAIN)
-    return {
-        "runs": [{"ratio": ratio, "interval": [low, high]} for ratio, low, high in runs],
-        "drift": drift,
-        "gain": gain,
-        "better": better,
-    }
-
-
-def decide(problems: list[str], comparison: dict[str, Any] | None) -> tuple[bool, str]:
-    """(promoted, reason)."""
-    if problems:
-        return False, f"not admissible: {problems[0]}" + (f" and {len(problems) - 1} cells more" if len(problems) > 1 else "")
-    if comparison is None:
-        return False, "no incumbent to compare with"
-    if not comparison["better"]:
-        return False, f"gain of {100 * comparison['gain']:.2f} % is not beyond noise ({100 * comparison['drift']:.2f} % drift)"
-    return True, f"T is {100 * comparison['gain']:.2f} % lower in two measurements"

@@ -31,11 +31,15 @@ POOL_SLACK = 8192  # words: inputs start somewhere in them
 SECRET = random.SystemRandom()  # what no seed can tell
 AGREEING = 0.75  # of all passes must have a believable time
 # What the judge's clock may see beyond the worker's: times what is usual, plus ms, plus ms a call, plus a share.
-CLOCK_USUAL, CLOCK_MS, CLOCK_CALL_MS, CLOCK_SHARE = 1.5, 0.2, 0.01, 0.05
+CLOCK_USUAL, CLOCK_MS, CLOCK_CALL_MS, CLOCK_SHARE = 1.5, 0.2, 0.003, 0.05
 
 
 class Refused(Exception):
     """A measurement that cannot be: the run's status becomes REFUSED."""
+
+
+class Clocks(Refused):
+    """The worker's clock and the judge's disagree. A machine that is busy for a moment does that too: it is measured again."""
 
 
 class Mismatch(Exception):
@@ -126,7 +130,7 @@ class Entry:
 
 
 class Passes:
-    """Runs passes of the entries of one cell and mode. witness: a worker of the same contract, or None."""
+    """Runs passes of the entries of one cell and mode. witness: a worker of the same contract."""
 
     def __init__(
         self,
@@ -134,13 +138,14 @@ class Passes:
         cell: Cell,
         mode: str,
         inputs: Inputs,
-        witness: Runner | None,
+        witness: Runner,
         quiet: Quiet,
         guards: Guards,
     ) -> None:
         self._arena, self._cell, self._mode, self._inputs = arena, cell, mode, inputs
         self._quiet, self._guards = quiet, guards
-        self._witness = witness if guards.on("witness") else None
+        self._witness, self._pinged = (witness if guards.on("witness") else None), witness
+        self.pings_ms: list[float] = []  # one after every pass: what a request costs while this machine is as busy as it is
 
     def warm(self, entry: Entry, count: int) -> None:
         entry.racer.runner.replay(entry.graph, count * entry.racer.runner.passes(entry.graph))
@@ -160,6 +165,7 @@ class Passes:
         entry.judge_ms.append(1000 * (time.perf_counter() - start) / (last - first))
         entry.worker_ms.append(sum(taken) / (last - first))
         entry.spans.append(last - first)
+        self.pings_ms.append(self._quiet.ping_ms(self._pinged))
         if entry.racer.fixed and self._guards.on("verify"):
             self.verify(entry, first, last)
 
@@ -222,10 +228,15 @@ def _whole(tensor: Any) -> Any:
     return tensor
 
 
+def high(values: list[float]) -> float:
+    """What AGREEING of the values do not exceed."""
+    return sorted(values)[min(len(values) - 1, int(AGREEING * len(values)))]
+
+
 def unseen_ms(entry: Entry) -> list[float]:
-    """How much longer the judge's clock saw each pass than the worker's, the least first, in milliseconds."""
+    """How much longer the judge's clock saw each pass than the worker's, in milliseconds."""
     every = zip(entry.judge_ms, entry.worker_ms, entry.spans, strict=True)
-    return sorted(span * (judge - worker) for judge, worker, span in every)
+    return [span * (judge - worker) for judge, worker, span in every]
 
 
 def clock_problem(entry: Entry, usual_ms: float, device: str) -> str | None:
@@ -233,8 +244,7 @@ def clock_problem(entry: Entry, usual_ms: float, device: str) -> str | None:
 
     usual_ms: what the judge's clock sees beyond a worker's that is trusted, or of a request that does nothing.
     """
-    every, said = unseen_ms(entry), entry.span * median(entry.worker_ms)
-    unseen = every[min(len(every) - 1, int(AGREEING * len(every)))]
+    unseen, said = high(unseen_ms(entry)), entry.span * median(entry.worker_ms)
     calls = entry.span if device == "cpu" else 0
     if unseen <= CLOCK_USUAL * usual_ms + CLOCK_MS + CLOCK_CALL_MS * calls + CLOCK_SHARE * said:
         return None

@@ -8,10 +8,12 @@ write takes a known time on an idle device: where it takes much longer, somethin
 from __future__ import annotations
 
 import ctypes
+import time
 from typing import Any
 
 from tools.evaluator.arena import Arena
 from tools.evaluator.guards import Guards
+from tools.evaluator.runner import Runner
 from tools.evaluator.statistics import median
 
 BUSY_RATIO, BUSY_MS, TRIES = 3.0, 0.2, 3
@@ -26,6 +28,13 @@ class Quiet:
 
     def wait(self) -> None:
         """Return when the device has nothing left to do for anybody."""
+
+    def ping_ms(self, worker: Runner) -> float:
+        """What a request takes that does next to nothing, on the judge's clock."""
+        start = time.perf_counter()
+        worker.ping()
+        self.wait()
+        return 1000 * (time.perf_counter() - start)
 
 
 class QuietCuda(Quiet):

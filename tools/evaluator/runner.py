@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tools.core.files import REPO_ROOT
+from tools.evaluator import sandbox
 from tools.evaluator.arena import Arena
 from tools.evaluator.guards import ALL, Guards
 from tools.evaluator.protocol import Channel, ChannelClosed, ChannelGarbage, ChannelTimeout
@@ -30,6 +31,14 @@ MAX_WORKSPACE_BYTES = {"cpu": 1 << 30, "cuda": 8 << 30}  # of all that a worker 
 PRIVATE_BYTES = 8 << 30  # of a confined CPU worker's own memory
 START_TIMEOUT_S = 120.0
 POISONS = (0xFF, 0x7F, 0xA5)  # bytes written over workspaces; 0xFF.. and 0x7F.. read as NaN in every float format
+
+
+_live: set[int] = set()
+
+
+def live_workers() -> set[int]:
+    """Process ids of all workers of this process that were not ended."""
+    return set(_live)
 
 
 class WorkerFailure(Exception):
@@ -120,8 +129,9 @@ class Runner:
             stderr=subprocess.STDOUT,
             pass_fds=(theirs.fileno(),),
             start_new_session=True,
-            env={**os.environ, "TMPDIR": self._scratch.name, **(environment or {})},
+            env=sandbox.worker_environment({**os.environ, "TMPDIR": self._scratch.name, **(environment or {})}),
         )
+        _live.add(self._process.pid)
         theirs.close()
         self._channel = Channel(ours)
         threading.Thread(target=self._drain, daemon=True).start()
@@ -146,6 +156,7 @@ class Runner:
             os.killpg(self._process.pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in the kernel: nothing more can be done from here
             self._process.wait(timeout=10)
+        _live.discard(self._process.pid)
         with contextlib.suppress(OSError):
             self._scratch.cleanup()
 

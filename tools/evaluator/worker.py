@@ -161,7 +161,7 @@ class Worker:
             return dict(self._host.describe())
         state: dict[str, str] = {}
         if scratch is not None:
-            state = sandbox.enter(scratch, [os.path.dirname(name)], self._kind, memory_bytes=memory_bytes)
+            state = sandbox.enter(scratch, [name], self._kind, memory_bytes=memory_bytes)
         self._host = LibraryHost(name, self._mapping)
         return {"sandbox": state}
 

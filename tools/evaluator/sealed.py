@@ -1,0 +1,67 @@
+"""The sealed cases: shapes and values that decide about a promotion and of which only pass or fail is ever told.
+
+Their seed is drawn when they are run and kept nowhere. The candidate's worker is a fresh one whose output is thrown away;
+no status, label, place or time of them reaches the report. Correctness: the hidden check with more shapes. Speed: secret
+workloads between those of the target's grid, in each of which the candidate may not be slower than the incumbent by more
+than the target's limit, on either clock. So what was tuned to the published cells alone is not promoted.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from typing import Any
+
+from tools.evaluator.cases import CHECKS, Context
+from tools.evaluator.grids import Cell
+from tools.evaluator.passes import Mismatch, Racer, Refused
+from tools.evaluator.runner import WorkerFailure
+from tools.evaluator.statistics import median
+from tools.evaluator.timing import Timer
+
+CELLS = 2  # of each phase
+AXES = (("prefill", "full", "seqlen"), ("decode", "decode", "context"))
+
+
+def secret_cells(workloads: dict[str, Any], chance: random.Random) -> list[Cell]:
+    """Workloads within the range of the target's axes and off its grid, none of more work than its middle ones."""
+    found: list[Cell] = []
+    for kind, phase, axis in AXES:
+        axes = workloads.get(kind)
+        if not axes:
+            continue
+        batches, sizes = sorted(axes["batch"]), sorted(axes[axis])
+        most = batches[len(batches) // 2] * sizes[len(sizes) // 2]
+        while sum(cell.kind == kind for cell in found) < CELLS:
+            batch = chance.randint(batches[0], batches[-1])
+            size = round(math.exp(chance.uniform(math.log(sizes[0]), math.log(sizes[-1]))))
+            if batch * size <= most or len(sizes) == 1:
+                rows = size if kind == "prefill" else 1
+                found.append(Cell(f"sealed {len(found)}", phase, kind, batch, rows, size))
+    return found
+
+
+def sealed_cases(
+    context: Callable[[int], Context],
+    timer: Callable[[int], Timer],
+    racers: list[Racer],
+    workloads: dict[str, Any],
+    slowest: float,
+) -> bool:
+    """Whether all sealed cases pass. context and timer make theirs from a secret seed; slowest: limits.max_slowdown."""
+    chance = random.SystemRandom()
+    try:
+        checked = context(chance.getrandbits(62))
+        checked.perform(CHECKS["hidden"])
+        if any(tally.failed for tally in (*checked.tallies, checked.witnessed, checked.untouched)):
+            return False
+        clock = timer(chance.getrandbits(62))
+        for cell in secret_cells(workloads, chance):
+            kernels = clock.cell(cell, racers)["modes"]["cold"]["kernels"]
+            for times in ("samples_us", "pass_us"):
+                if median(kernels["candidate"][times]) > slowest * median(kernels["incumbent"][times]):
+                    return False
+    except (WorkerFailure, Refused, Mismatch):
+        return False
+    return True
