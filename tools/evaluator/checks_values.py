@@ -24,6 +24,7 @@ LSE_ABSOLUTE, LSE_RELATIVE = 1e-4, 1e-5  # approximate exp2 and log2 stay far be
     "subnormals flushed on one path only",
     "the sign of zero lost",
     "P rounded on one path only",
+    "the last bit of a constant or of an exponential",
 )
 def values(ctx: Context) -> None:
     """Prefill, extend and decode of every kind of values give the same bits."""
@@ -45,6 +46,9 @@ def values(ctx: Context) -> None:
                 zero = out[..., 3::16]
                 if bool((zero != 0).any()):
                     ctx.tally.fail(ctx.label, "a zero column of V gave an output other than 0")
+    for number in range(4 * ctx.grid.rounds):  # a last bit shows once in ten thousand probabilities: draw many
+        with ctx.case(f"last bits {number}"):
+            ctx.run("prefill", *ctx.qkv(1, size, size, kind="cancelling_values"))
 
 
 @check("low precision under a loose tolerance", "scale applied twice", "output halved", "wrong mask", "P in another format")

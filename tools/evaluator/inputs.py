@@ -122,6 +122,22 @@ def quiet_values(draw: Draw, q: Any, k: Any, v: Any) -> None:
     v[..., 8::16].masked_fill_(loud[..., None], -0.0)
 
 
+def cancelling_values(draw: Draw, q: Any, k: Any, v: Any) -> None:
+    """Neighbouring keys of almost equal scores and opposite values: outputs show the last bits of probabilities."""
+    direction = draw.normal(q.shape[-1]).sign()
+    exponents = 0.4 + 0.1 * torch.rand(k.shape[:3], generator=draw.torch, device=k.device)
+    exponents += torch.randint(3, k.shape[:3], generator=draw.torch, device=k.device)
+    exponents[:, :, 1::2] = exponents[:, :, 0 : exponents.shape[2] - 1 : 2]
+    exponents[:, :, 0] = 0.0  # the largest score
+    q.copy_((direction + 0.05 * draw.normal(*q.shape)).to(q.dtype))
+    q[..., 0] *= 2.0**-5  # neighbours' keys differ in this dim, by one bit
+    k.copy_((-direction * exponents[..., None] * (math.log(2.0) / math.sqrt(q.shape[-1]))).to(k.dtype))
+    k[:, :, 1::2, 0] *= 1.0 + 2.0**-7
+    v.zero_()
+    keys = torch.arange(k.shape[2], device=k.device)
+    v[:, :, keys, keys // 2 % v.shape[-1]] = (1.0 - 2.0 * (keys % 2)).to(v.dtype)
+
+
 def zero_rows(draw: Draw, q: Any, k: Any, v: Any) -> None:
     normal(draw, q, k, v)
     q[:, :, ::3] = 0.0
@@ -151,12 +167,13 @@ KINDS: dict[str, Fill] = {
         subnormal_v,
         zero_columns,
         quiet_values,
+        cancelling_values,
         zero_rows,
         negative_zeros,
     )
 }
-# An error relative to a row's own scale says nothing where the row lies among the subnormals.
-NO_ORACLE = ("tiny_v", "subnormal_v", "quiet_values")
+# An error relative to a row's own scale says nothing where the row lies among the subnormals, or is what cancellation left.
+NO_ORACLE = ("tiny_v", "subnormal_v", "quiet_values", "cancelling_values")
 GARBAGE = (float("nan"), float("inf"), float("-inf"), 3.0e38, -3.0e38)
 
 

@@ -15,9 +15,11 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from tools.core.config import Target
 from tools.core.errors import UserError
@@ -27,12 +29,13 @@ from tools.evaluator.arena import Arena
 from tools.evaluator.cases import CHECKS, Check, Context, Tally
 from tools.evaluator.grids import Cell, cells, grid
 from tools.evaluator.mutants import Mutant
-from tools.evaluator.runner import Runner, WorkerFailure
+from tools.evaluator.runner import START_TIMEOUT_S, Runner, WorkerFailure
 from tools.loader.build import Built, build
 
 _REGISTERED = (checks, checks_memory, checks_values)  # importing them registers the checks
 Progress = Callable[[str], None]
 CHUNK_BYTES = {"cpu": 1 << 28, "cuda": 8 << 30}
+LONGEST_ROWS, LONGEST_KEYS = {"cpu": 512, "cuda": 2048}, 4096  # of the workloads' cells that are checked
 REPLY_TIMEOUT_S = 30.0  # of one command
 MUTANT_TIMEOUT_S = 120.0
 WORKERS_AHEAD = 2  # processes that start while an earlier mutant is judged
@@ -77,12 +80,16 @@ class Bench:
 
     def __init__(self, target: Target) -> None:
         self.target = target
+        # Waiting threads of torch spin, and take the processors from the workers: one thread makes a score twice as fast.
+        self._torch_threads = torch.get_num_threads()
+        torch.set_num_threads(1)
         self.device: str = target.config["target"]["device"]
         workloads = target.config["workloads"]
         self.heads = (int(workloads["heads_q"]), int(workloads["heads_kv"]))
-        self.grid = grid(self.device, "quick")
-        longest = 4096
-        self.cells: list[Cell] = [c for c in cells(workloads) if c.batch == 1 and c.keys <= longest and c.rows <= 512]
+        # The sizes of a quick run; as much is compared with the witness as in a full one.
+        self.grid = replace(grid(self.device, "quick"), witness_flop=grid(self.device, "full").witness_flop)
+        rows = LONGEST_ROWS[self.device]
+        self.cells: list[Cell] = [c for c in cells(workloads) if c.batch == 1 and c.keys <= LONGEST_KEYS and c.rows <= rows]
         self.arena = Arena(self.device, CHUNK_BYTES[self.device])
         self._witness_built = build(target, role="witness")
         self.witness: Runner | None = None
@@ -90,13 +97,20 @@ class Bench:
         self.checks = sorted(every, key=lambda item: EARLY.index(item.name) if item.name in EARLY else len(EARLY))
 
     def start(self, name: str) -> Runner:
-        return Runner(name, self.arena, REPLY_TIMEOUT_S)
+        """A worker that is getting ready; `_load` awaits it."""
+        runner = Runner(name, self.arena, REPLY_TIMEOUT_S)
+        runner.post("hello")
+        return runner
+
+    @staticmethod
+    def _load(runner: Runner, library: Path) -> None:
+        runner.settle("hello", START_TIMEOUT_S)
+        runner.load_library(str(library))
 
     def judge(self, candidate: Runner, library: Path) -> Verdict:
         """All checks on a started worker. Raises WorkerFailure."""
         deadline = time.monotonic() + MUTANT_TIMEOUT_S
-        candidate.hello()
-        candidate.load_library(str(library))
+        self._load(candidate, library)
         with_gate = self._context(candidate, None, deadline, stop=False)
         gate = with_gate.perform(CHECKS[GATE])
         subtle = gate.inaccuracies == 0
@@ -111,8 +125,7 @@ class Bench:
     def _ready_witness(self) -> Runner:
         if self.witness is None or not self.witness.alive():
             self.witness = self.start("witness")
-            self.witness.hello()
-            self.witness.load_library(str(self._witness_built.library))
+            self._load(self.witness, self._witness_built.library)
         return self.witness
 
     def _first_failure(
@@ -148,6 +161,7 @@ class Bench:
         return context
 
     def close(self) -> None:
+        torch.set_num_threads(self._torch_threads)
         if self.witness is not None:
             self.witness.close()
 
