@@ -271,6 +271,26 @@ def test_the_assembler_lists_what_it_reads(project: Project, tmp_path: Path, mon
             build(project.target())
 
 
+def test_every_way_to_include_is_seen(project: Project, tmp_path: Path) -> None:
+    far = tmp_path / "far.h"
+    far.write_text("#define SECRET 1\n")
+    (tmp_path / "near").symlink_to(tmp_path)
+    for text in (f'#define NAME "{far}"\n#include NAME', f'#import "{far}"', f'#include "{tmp_path}/near/far.h"',
+                 f'#include <{os.path.relpath(far, "/usr/include")}>'):  # fmt: skip
+        project.source.write_text(f"{text}\n{SOURCE}")
+        with pytest.raises(BuildError, match=r"mine.cpp: includes .*far.h, which the config does not declare"):
+            build(project.target())
+
+
+def test_a_compilers_errors_do_not_show_an_undeclared_file(project: Project, tmp_path: Path) -> None:
+    secret = tmp_path / "secret.txt"
+    secret.write_text("the secret\n")
+    project.source.write_text(f'#include "{secret}"\n{SOURCE}')
+    with pytest.raises(BuildError, match=r"includes .*secret.txt, which") as caught:
+        build(project.target())
+    assert caught.value.status == "REFUSED" and "the secret" not in caught.value.log
+
+
 def test_environment_adds_no_headers_and_no_flags(project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "env").mkdir()
     (tmp_path / "env" / "hidden.h").write_text("")

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from tools.core.config import Target, load_target
-from tools.core.errors import UserError
+from tools.core.errors import BuildError, UserError
 from tools.evaluator import allowed, census, static
 from tools.evaluator.static import inspect, refusal
-from tools.loader import elf, toolchain
+from tools.loader import elf, sources, toolchain
 from tools.loader.build import Built, build
 from tools.loader.cubin import device_code, plain
 from tools.loader.elf import Elf
@@ -199,6 +199,22 @@ def test_host_code_of_a_parent_is_compared(tmp_path: Path) -> None:
     assert first.key != same.key
     assert inspect(same, "cpu", first)["host_code"] == "identical"
     assert inspect(constant, "cpu", first)["host_code"] == "changed"
+
+
+def test_evidence_stays_small(tmp_path: Path) -> None:
+    """A million symbols and a name of a mile make a bounded report, and are refused all the same."""
+    calls = f"void f{'x' * 9000}();" + "".join(f"void g{i}();" for i in range(800))
+    body = f"f{'x' * 9000}(); " + "; ".join(f"g{i}()" for i in range(800))
+    evidence = evidence_of(tmp_path, calls, body)
+    assert len(evidence["refused_imports"]) == static.MAX_LIST
+    assert max(map(len, evidence["imports"])) <= static.MAX_TEXT + 3
+    assert str(refusal(evidence)).startswith("it asks other libraries for")
+
+
+def test_an_object_of_any_size_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(static, "MAX_OBJECT_BYTES", 100)
+    with pytest.raises(UserError, match=r"kernel.o: \d+ bytes; no kernel needs more than 100"):
+        inspect(candidate(tmp_path, ""), "cpu")
 
 
 # --------------------------------------------------------------------------------------------------------------- ELF
@@ -393,6 +409,17 @@ def test_device_code_is_only_where_the_compiler_puts_it(tmp_path: Path) -> None:
     evidence = inspect(on_cuda(tmp_path, head, f"{LAUNCH}; __cudaRegisterFatBinary((void*)blob)"), "cuda")
     assert refusal(evidence) == "it hides a code image in section .rodata"
     assert refusal({**evidence, "hidden_images": []}) == "it registers device code 2 times"
+
+
+@needs_nvcc
+def test_no_pass_of_the_cuda_compiler_reads_undeclared_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device pass alone, the host pass alone, and the host's assembler."""
+    monkeypatch.setattr(sources, "undeclared_read", lambda data: None)
+    (tmp_path / "far.h").write_text("#define SECRET 1\n")
+    for text in (f'#ifdef __CUDA_ARCH__\n#include "{tmp_path}/far.h"\n#endif', f'#ifndef __CUDA_ARCH__\n#include "{tmp_path}/far.h"\n#endif',
+                 f'#ifndef __CUDA_ARCH__\nasm(R"(.incbin "{tmp_path}/far.h")");\n#endif'):  # fmt: skip
+        with pytest.raises(BuildError, match=r"candidate.cu: includes .*far.h, which the config does not declare"):
+            on_cuda(tmp_path, f"{text}\n{PLAIN}")
 
 
 @needs_nvcc

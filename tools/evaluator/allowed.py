@@ -20,7 +20,7 @@ memcpy memmove memset memcmp memchr __memcpy_chk __memmove_chk __memset_chk strl
 _Unwind_Resume __gxx_personality_v0 __cxa_begin_catch __cxa_end_catch __cxa_rethrow __cxa_throw __cxa_allocate_exception
 __cxa_free_exception __cxa_init_primary_exception __cxa_get_exception_ptr __cxa_bad_cast __cxa_bad_typeid
 __cxa_throw_bad_array_new_length __cxa_pure_virtual __cxa_deleted_virtual __cxa_guard_acquire __cxa_guard_release
-__cxa_guard_abort __dynamic_cast __libc_single_threaded
+__cxa_guard_abort __cxa_call_terminate __dynamic_cast __libc_single_threaded
 fegetenv fesetenv feholdexcept feupdateenv fegetround fesetround feclearexcept feraiseexcept fetestexcept
 __cpu_model __cpu_indicator_init __udivti3 __umodti3 __divti3 __modti3 __udivmodti4 __multi3 __popcountdi2 __clzdi2 __ctzdi2
 __extendhfsf2 __truncsfhf2 __truncdfhf2 __extendbfsf2 __truncsfbf2 __truncdfbf2 __fixsfti __fixdfti __floattisf __floattidf
@@ -75,7 +75,8 @@ _CXX_THREADS = (
 )  # fmt: skip
 # CUTLASS prints its refusals to std::cerr.
 _CXX_CERR = (
-    r"_ZSt4cerr", r"_ZNSt8ios_base4Init[CD]1Ev", r"_ZNSo(lsE\w+|3putEc|5flushEv|9_M_insertI\w+)", r"_ZSt16__ostream_insert\w+",
+    r"_ZSt4cerr", r"_ZSt21ios_base_library_initv",
+    r"_ZNSt8ios_base4Init[CD]1Ev", r"_ZNSo(lsE\w+|3putEc|5flushEv|9_M_insertI\w+)", r"_ZSt16__ostream_insert\w+",
     r"_ZStlsI\w+", r"_ZSt4endlI\w+", r"_ZNKSt5ctypeIcE13_M_widen_initEv", r"_ZSt16__throw_bad_castv",
 )  # fmt: skip
 

@@ -18,6 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from tools.core.errors import UserError
 from tools.core.files import sha256_json
 from tools.evaluator import allowed, census
 from tools.loader import cache, elf, toolchain
@@ -26,6 +27,8 @@ from tools.loader.cubin import DeviceCode, device_code, plain
 from tools.loader.elf import Elf
 
 OBJDUMP_TIMEOUT_S = 120
+MAX_OBJECT_BYTES = 128 << 20
+MAX_LIST, MAX_TEXT = 500, 2000  # of the evidence: a source of one line can have a million symbols
 _SYSTEM_CALL = re.compile(r"^\s*([0-9a-f]+):\s+(?:\S+\s+)*?(syscall|sysenter|int\s+\$0x80|svc\s+\S+)(?:\s|$)")
 _SYSTEM_CALL_BYTES = (b"\x0f\x05", b"\x0f\x34", b"\xcd\x80")
 # x86-64 relocations that give the address of the table of imported functions: GOTOFF64, GOTPC32, GOT64, GOTPC64, ...
@@ -38,7 +41,10 @@ def inspect(built: Built, device: str, parent: Built | None = None) -> dict[str,
 
     UserError where the object or the library cannot be read.
     """
-    own = Elf(cache.read_regular(built.object), built.object.name)
+    content = cache.read_regular(built.object)
+    if len(content) > MAX_OBJECT_BYTES:
+        raise UserError(f"{built.object.name}: {len(content)} bytes; no kernel needs more than {MAX_OBJECT_BYTES}")
+    own = Elf(content, built.object.name)
     library = Elf(cache.read_regular(built.library), built.library.name)
     code = device_code(own)
     evidence: dict[str, Any] = {
@@ -60,7 +66,8 @@ def inspect(built: Built, device: str, parent: Built | None = None) -> dict[str,
         _add_kernels(evidence, code, built.resources)
     if parent is not None:
         _compare(evidence, parent)
-    return evidence
+    bounded: dict[str, Any] = _bounded(evidence)
+    return bounded
 
 
 def refusal(evidence: dict[str, Any]) -> str | None:
@@ -100,6 +107,15 @@ def refusal(evidence: dict[str, Any]) -> str | None:
     if evidence["registrations"] > 1:
         return f"it registers device code {evidence['registrations']} times"
     return None
+
+
+def _bounded(value: Any) -> Any:
+    """The same evidence with its longest lists and texts cut."""
+    if isinstance(value, str):
+        return value if len(value) <= MAX_TEXT else f"{value[:MAX_TEXT]}..."
+    if isinstance(value, list):
+        return [_bounded(item) for item in value[:MAX_LIST]]
+    return {key: _bounded(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
 def _linking(own: Elf, library: Elf, device: str) -> dict[str, Any]:

@@ -194,7 +194,7 @@ def _plan(target: Target, source: str, names: list[str]) -> _Plan:
         compile_flags = [*flags, "-fPIC", *listing, "-MD", "-MF", "kernel.d", "-c"]
         link = [*program, *common, "-shared", OBJECT, "-o", LIBRARY]
         return _Plan(tools, {
-            "unit.i": Step([*program, *flags, "-E", "-P", unit, "-o", "unit.i"]),
+            "unit.i": Step([*program, *flags, "-E", "-P", "-MD", "-MF", "unit.d", unit, "-o", "unit.i"]),
             OBJECT: Step([*program, *compile_flags, unit, "-o", OBJECT]),
             LIBRARY: Step(link, (OBJECT,)),
         })  # fmt: skip
@@ -249,6 +249,7 @@ def _compile(
     failed = ninja.run(work, plan.steps, timeout, environment)
     log = ninja.read_log(work, (OBJECT, LIBRARY)).replace(f"src/{source_name}", show_path(path)).replace("src/", "")
     if failed is not None:
+        _check_headers(work, plan.tools, contents, path, None)  # first, since a compiler's errors may quote such a file
         files.write_atomic(kept, log)
         raise _failure(failed, log, kept, path, timeout)
     unit, library, compiled = (files.read_bytes(work / name) for name in ("unit.i", LIBRARY, OBJECT))
@@ -285,20 +286,27 @@ def _hidden_read(path: Path, word: str, log: str = "") -> BuildError:
     return BuildError(f"{show_path(path)}: {word} is refused: {reason} that nobody declares", "REFUSED", log)
 
 
-def _check_headers(work: Path, tools: toolchain.Toolchain, contents: dict[str, bytes], path: Path, log: str) -> dict[str, str]:
-    """Hashes of all headers that the build read beside declared files; BuildError for one from anywhere else."""
+def _check_headers(
+    work: Path, tools: toolchain.Toolchain, contents: dict[str, bytes], path: Path, log: str | None
+) -> dict[str, str]:
+    """Hashes of all files that the build read beside declared ones; BuildError for one from anywhere else.
+
+    log: of a finished build, whose lists must all be there; None after a failure, where those that are there are read.
+    """
     headers: dict[str, str] = {}
     declared = {os.path.normpath(work / "src" / name) for name in contents}
     roots = [*tools.include_roots, *(root.resolve() for root in tools.include_roots)]
-    named = ninja.dependencies(work / "kernel.d")
-    if tools.gnu:
-        named += [name for name in ninja.dependencies(work / "kernel.as.d") if _read_by_assembler(work, name)]
+    lists = ["kernel.d", "kernel.as.d"] if tools.gnu else ["kernel.d"]
+    if log is None:  # C++ has the preprocessor's list then, CUDA may have the compiler's
+        lists = [name for name in ("unit.d", "kernel.d") if (work / name).is_file()]
+    named = [name for listed in lists for name in ninja.dependencies(work / listed)
+             if listed != "kernel.as.d" or _read_by_assembler(work, name)]  # fmt: skip
     for name in named:
         file = os.path.normpath(work / name)
         if file in declared:
             continue
         if not any(Path(file).is_relative_to(root) for root in roots):
-            raise _undeclared(path, file, log)
+            raise _undeclared(path, file, log or "")
         headers[file] = files.sha256_file(Path(file))
     return headers
 

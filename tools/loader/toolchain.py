@@ -179,6 +179,9 @@ def demangle(names: list[str]) -> list[str]:
     program = shutil.which("cu++filt") or shutil.which("c++filt")
     if not names or program is None:
         return names
-    done = subprocess.run([program], input="\n".join(names), capture_output=True, text=True, timeout=60, check=False)
+    try:
+        done = subprocess.run([program], input="\n".join(names), capture_output=True, text=True, timeout=60, check=False)
+    except (OSError, subprocess.TimeoutExpired, UnicodeError):
+        return names
     lines = done.stdout.splitlines()
     return lines if done.returncode == 0 and len(lines) == len(names) else names
