@@ -10,7 +10,7 @@ import itertools
 import os
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,10 @@ import pytest
 import torch
 
 from tools.evaluator.arena import Arena
+from tools.evaluator.cases import CHECKS, Context
 from tools.evaluator.compare import raw
 from tools.evaluator.inputs import KINDS, Draw
-from tools.evaluator.localise import Found, Parts, Result, how_far, localise, locate
+from tools.evaluator.localise import FirstDivergence, Found, Parts, Result, how_far, localise, locate
 from tools.evaluator.probes import DIM, RowData, exact_ties, split3
 from tools.evaluator.reproducer import Origin, layout_of
 from tools.evaluator.runner import Call, Runner
@@ -398,3 +399,40 @@ def test_rows_are_the_callers_words(lab: Lab) -> None:
         assert scene.visible == 21 and stage.answer(scene) == stage.truth(scene)
         assert stage.answer(scene) != stage.answer(Scene("packed", q, k, v, 1, 3, 21, starts=(0, 30, 90)))
     runner.kill()
+
+
+def test_a_check_s_first_difference_is_looked_into(lab: Lab) -> None:
+    """Through a whole check: results of all its calls are known, views and clones alike, and only the first is localised."""
+    seen: list[Any] = []
+
+    class Hooked(Context):
+        results: list[Result] = []  # noqa: RUF012
+
+        def case(self, label: str) -> Any:
+            self.results.clear()
+            return super().case(label)
+
+        def taken(self, call: Call) -> tuple[Any, Any]:
+            result = super().taken(call)
+            self.results.append((call, *result))
+            return result
+
+        def equal(self, got: Any, expected: Any, what: str, tally: Any = None) -> bool:
+            same = super().equal(got, expected, what, tally)
+            if not same:
+                seen.append(first(self.results, got, expected, what))
+            return same
+
+    first = FirstDivergence(lab.parts(lambda: lab.start("batch_of_three")), 60.0)
+    runner = lab.start("batch_of_three")
+    bench = lab.bench
+    plain = bench.context(runner)
+    context = Hooked(
+        arena=plain.arena, candidate=runner, witness=bench.witness, seed=7, grid=replace(bench.grid, batches=(3,)), tile=64,
+        cells=[], heads=(4, 2), limits=plain.limits,
+    )  # fmt: skip
+    context.perform(CHECKS["batch"])
+    runner.kill()
+    assert context.tally.failed and first.found is not None
+    assert seen[0] is first.found.record and not any(seen[1:])
+    assert first.found.record["stage"]["first"] == "PV" and first.found.record["surroundings"]["batch"] == 3, first.found.record

@@ -65,6 +65,21 @@ class Found:
         return True
 
 
+class FirstDivergence:
+    """What a run's Context calls at every difference; only the first is looked into. found: its outcome, or None."""
+
+    def __init__(self, parts: Parts, budget_s: float = BUDGET_S) -> None:
+        self._parts, self._budget_s = parts, budget_s
+        self.found: Found | None = None
+
+    def __call__(self, results: list[Result], got: Any, expected: Any, what: str) -> dict[str, Any] | None:
+        """The record for the report's failure entry; None from the second call on."""
+        if self.found is not None:
+            return None
+        self.found = localise(self._parts, results, got, expected, what, budget_s=self._budget_s)
+        return self.found.record
+
+
 # ---------------------------------------------------------------- how far
 
 
