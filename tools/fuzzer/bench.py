@@ -71,6 +71,7 @@ class Bench:
         self.layout = "bhsd"
         self.abilities = LIBRARY
         self.restarts = 0
+        self._guards = start.guards
         self._libraries = libraries
         self._runners = {"candidate": start.runner()}
         if backend.kind == "provider":
@@ -98,7 +99,7 @@ class Bench:
             self.restarts += 1
         if on == "witness" and on not in self._libraries:
             raise UserError("a call on the witness, and none was built")
-        start = Start(self.arena, on, self.timeout_s, self.backend, self._libraries.get(on))
+        start = Start(self.arena, on, self.timeout_s, self.backend, self._libraries.get(on), self._guards)
         self._runners[on] = runner = start.runner()
         return runner
 

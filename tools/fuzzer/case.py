@@ -115,9 +115,9 @@ class CallSpec:
     0 .. n-1, extend those of the last `rows` positions, decode that of position n-1.
 
     capacity: None passes no lengths (all parts have the same n); else the size of a cache whose entries behind n hold
-    `behind`. view: k and v are views of the scene itself (of one sequence, or of neighbours) and not copies. heads:
-    (first KV head, count), with their query heads. graph: captured with other inputs, then replayed with these. on: which
-    kernel runs it. route: one of a provider's ways.
+    `behind`. view: k and v, and q where it can, are views of the scene itself (one sequence or neighbours), not copies.
+    heads: (first KV head, count), with their query heads. graph: captured with other inputs, then replayed with these.
+    on: which kernel runs it. route: one of a provider's ways.
     """
 
     entry: str
@@ -343,8 +343,8 @@ def why_not(scene: Scene, call: CallSpec) -> str | None:
     if call.view:
         sequences = [sequence for sequence, _ in call.parts]
         steps = {b - a for a, b in itertools.pairwise(sequences)}
-        if call.entry in ("prefill", "packed") or steps not in (set(), {0}, {1}):
-            return "a view is for extend and decode of one sequence or of neighbours"
+        if call.entry == "packed" or steps not in (set(), {0}, {1}):
+            return "a view is of one sequence or of neighbours, and not packed"
         if call.graph:
             return "a view is no input of a graph, whose inputs change"
         if (call.capacity or 0) > scene.keys:

@@ -78,6 +78,7 @@ class Generator:
         self._parts = Deck(range(1, self._limits.parts + 1), rng)
         self._kinds = Deck(list(itertools.product(KINDS, KINDS)), rng)
         self._orders = Deck(list(itertools.permutations(range(3))), rng)
+        self._columns = Deck(range(1, 33), rng)
         self._styles = Deck(("lengths", "lengths", "batch", "mixed"), rng)
 
     def chance(self, p: float) -> bool:
@@ -134,8 +135,9 @@ class Generator:
         rows = rows if entry == "extend" else 1
         layouts = self._layouts(natural)
         same, neighbours = len(set(sequences)) == 1, sequences == list(range(sequences[0], sequences[0] + len(sequences)))
-        view = entry in ("extend", "decode") and (same or neighbours) and (capacity or 0) <= scene.keys
-        view = view and self.abilities.strides and self.chance(0.8 if len(parts) > 8 else 0.3)
+        plain = all(layout == natural for layout in layouts.values())
+        view = entry != "packed" and (same or neighbours) and (capacity or 0) <= scene.keys and self.abilities.strides
+        view = view and self.chance(0.5 if plain else 0.05)
         return CallSpec(
             entry, parts, rows=rows, scene=number, heads=None if heads == (0, scene.heads_kv) else heads,
             capacity=capacity, behind=rng.choice(("nan", "inf", "huge", "zeros")), view=view, **layouts,
@@ -188,13 +190,13 @@ class Generator:
     def _layouts(self, natural: Layout) -> dict[str, Any]:
         if not self.abilities.strides or self.chance(0.5):
             return dict.fromkeys("qkvo", natural)
-        return {name: self._layout() if self.chance(0.6) else natural for name in "qkvo"}
+        return {name: self._layout() if self.chance(0.7) else natural for name in "qkvo"}
 
     def _layout(self) -> Layout:
         rng = self._rng
         pad = tuple(rng.choice((1, 2, 3, rng.randint(1, 9))) if self.chance(0.3) else 0 for _ in range(3))
-        columns = 8 * rng.choice((1, 2, 4, 8, 16, rng.randint(1, 32))) if self.chance(0.25) else 0
-        return Layout(self._orders.deal(), pad, columns, 16 * rng.randrange(16) if self.chance(0.4) else 0)
+        columns = 8 * (self._columns.deal() if self.chance(0.7) else rng.choice((1, 2, 4, 8, 16))) if self.chance(0.6) else 0
+        return Layout(self._orders.deal(), pad, columns, 16 * rng.randrange(16) if self.chance(0.3) else 0)
 
     def _machine(self) -> dict[str, Any]:
         """Threads or multiprocessors of a kernel of ours."""

@@ -244,20 +244,15 @@ def features(first: CallSpec, second: CallSpec) -> list[str]:
     """What is special in either call of a pair."""
     found = set()
     for call in (first, second):
-        flags = {
-            "batch": len(call.parts) > 1,
-            "lengths": call.capacity is not None,
-            "ragged": len({n for _, n in call.parts}) > 1,
-            "strides": any(layout.pad != (0, 0, 0) or layout.columns for layout in (call.q, call.k, call.v, call.o)),
-            "addresses": any(layout.skew for layout in (call.q, call.k, call.v, call.o)),
-            "views": call.view,
-            "heads": call.heads is not None,
-            "threads": call.num_threads > 1,
-            "multiprocessors": call.num_sms > 0,
-            "stream": call.stream != "side",
-            "graph": call.graph,
-        }
-        found |= {name for name, flag in flags.items() if flag}
+        layouts = (call.q, call.k, call.v, call.o)
+        flags = (
+            ("batch", len(call.parts) > 1), ("lengths", call.capacity is not None), ("views", call.view),
+            ("strides", any(layout.columns or any(layout.pad) for layout in layouts)),
+            ("addresses", any(layout.skew for layout in layouts)), ("heads", call.heads is not None),
+            ("threads", call.num_threads > 1), ("multiprocessors", call.num_sms > 0),
+            ("stream", call.stream != "side"), ("graph", call.graph),
+        )  # fmt: skip
+        found.update(name for name, flag in flags if flag)
     if first == second:
         found.add("again")
     return sorted(found)

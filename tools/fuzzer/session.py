@@ -16,11 +16,12 @@ from tools.core.config import Target, load_target
 from tools.core.errors import UserError
 from tools.core.files import show_path
 from tools.evaluator.arena import Arena
+from tools.evaluator.guards import Guards
 from tools.evaluator.providers import NAMES
 from tools.evaluator.runner import WorkerFailure
 from tools.fuzzer import case as cases
 from tools.fuzzer.case import Backend, Case
-from tools.fuzzer.start import CHUNK_BYTES, Start
+from tools.fuzzer.start import CHUNK_BYTES, GUARDS, Start
 from tools.loader.build import build
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ class Options:
     witness: bool = True
     allow_compat: bool = False
     timeout_s: float | None = None
+    guards: Guards = GUARDS
 
 
 def provider_name(name: str, device: str) -> str | None:
@@ -56,7 +58,13 @@ def provider_name(name: str, device: str) -> str | None:
 
 @contextlib.contextmanager
 def opened(
-    target: Target, name: str | None, *, witness: bool, allow_compat: bool = False, timeout_s: float | None = None
+    target: Target,
+    name: str | None,
+    *,
+    witness: bool,
+    allow_compat: bool = False,
+    timeout_s: float | None = None,
+    guards: Guards = GUARDS,
 ) -> Iterator[Bench]:
     """A bench for a backend's name or source, ended with all its workers. UserError where it cannot be used."""
     device = target.config["target"]["device"]
@@ -76,7 +84,7 @@ def opened(
             libraries["witness"] = build(target, role="witness").library
         backend = Backend("library", target.name, show_path(built.source), built.source_sha256)
     timeout = TIMEOUT_S[device] if timeout_s is None else timeout_s
-    start = Start(Arena(device, CHUNK_BYTES[device]), "candidate", timeout, backend, libraries.get("candidate"))
+    start = Start(Arena(device, CHUNK_BYTES[device]), "candidate", timeout, backend, libraries.get("candidate"), guards)
     bench: Bench | None = None
     try:
         _check_machine(target, allow_compat)
@@ -107,10 +115,19 @@ def search(options: Options) -> dict[str, Any]:
     if options.output is not None and (options.output.exists() or options.output.is_symlink()):
         raise UserError(f"--output: {show_path(options.output)} exists already and is never overwritten")
     with opened(
-        target, options.backend, witness=options.witness, allow_compat=options.allow_compat, timeout_s=options.timeout_s
+        target,
+        options.backend,
+        witness=options.witness,
+        allow_compat=options.allow_compat,
+        timeout_s=options.timeout_s,
+        guards=options.guards,
     ) as bench:
+        import torch
+
         from tools.fuzzer import report
         from tools.fuzzer.search import Finding, Search
+
+        torch.set_num_threads(1)  # tensors are small, and the kernel under test needs the cores
 
         folder = report.Folder(options.output) if options.output is not None else None
 
@@ -155,14 +172,14 @@ def left_out(bench: Bench) -> list[str]:
     return found + [name for name, has in missing.items() if not has]
 
 
-def replay(path: Path, gpu: str | None, backend: str | None, as_json: bool, allow_compat: bool) -> int:
+def replay(path: Path, gpu: str | None, backend: str | None, as_json: bool, allow_compat: bool, guards: Guards = GUARDS) -> int:
     """Run a saved case again: 1 where it still disagrees, 0 where it does not."""
     case = cases.read(path)
     target = load_target(gpu or case.target)
     if target.name != case.target:
         raise UserError(f"--gpu {gpu}: {show_path(path)} is a case of target {case.target}")
     witness = any(call.on == "witness" for call in case.calls)
-    with opened(target, _backend_name(case, backend), witness=witness, allow_compat=allow_compat) as bench:
+    with opened(target, _backend_name(case, backend), witness=witness, allow_compat=allow_compat, guards=guards) as bench:
         from tools.fuzzer import report
         from tools.fuzzer.trial import AGREES, attempt
 

@@ -149,6 +149,7 @@ def place(arena: Any, values: Values, spec: CallSpec) -> Placed:
     options: dict[str, Any] = {"num_threads": spec.num_threads, "num_sms": spec.num_sms}
     starts: tuple[int, ...] = ()
     packed = spec.entry == "packed"
+    three = ((values.q, heads_q, spec.q), (values.k, heads, spec.k), (values.v, heads, spec.v))
     if packed:
         offsets = [0, *np.cumsum(lengths).tolist()]
         starts = tuple(offsets[:-1])
@@ -156,17 +157,15 @@ def place(arena: Any, values: Values, spec: CallSpec) -> Placed:
         filled = [(b, n) for b, n in spec.parts if n]
         q, k, v = (
             _put(arena, torch.cat([t[b, h, :n] for b, n in filled], dim=1).transpose(0, 1), layout, True)
-            for t, h, layout in ((values.q, heads_q, spec.q), (values.k, heads, spec.k), (values.v, heads, spec.v))
+            for t, h, layout in three
         )
     elif spec.entry == "prefill":
-        q, k, v = (
-            _put(arena, _take(t, sequences, h)[:, :, : lengths[0]], layout, False)
-            for t, h, layout in ((values.q, heads_q, spec.q), (values.k, heads, spec.k), (values.v, heads, spec.v))
-        )
+        q, k, v = (_take(t, sequences, h)[:, :, : lengths[0]] for t, h, _ in three)
+        if not spec.view:
+            q, k, v = (_put(arena, t, layout, False) for t, layout in zip((q, k, v), (spec.q, spec.k, spec.v), strict=True))
     else:
-        q = _put(arena, _queries(values, spec, sequences, heads_q), spec.q, False)
-        k = _cache(arena, values.k, spec, sequences, heads, spec.k)
-        v = _cache(arena, values.v, spec, sequences, heads, spec.v)
+        q = _queries(arena, values, spec, heads_q)
+        k, v = (_cache(arena, t, spec, sequences, h, layout) for t, h, layout in three[1:])
         if spec.capacity is not None:
             options["lengths"] = _ints(arena, lengths)
     out = _tensor(arena, tuple(q.shape[:-1]), spec.o, packed)
@@ -176,18 +175,18 @@ def place(arena: Any, values: Values, spec: CallSpec) -> Placed:
     return placed
 
 
-def _queries(values: Values, spec: CallSpec, sequences: list[int], heads: slice) -> Any:
+def _queries(arena: Any, values: Values, spec: CallSpec, heads: slice) -> Any:
     """q [parts, heads, rows, 128] of an extend or decode."""
-    scene, stored = values.scene, values.q.shape[2]
-    ranges = [
-        (rows[0] - scene.first_query(b), rows[-1] - scene.first_query(b) + 1)
-        for b, rows in ((part[0], spec.rows_of(part)) for part in spec.parts)
-    ]
-    if len(set(ranges)) == 1 and ranges[0][0] >= 0:
-        return _take(values.q, sequences, heads)[:, :, ranges[0][0] : ranges[0][1]]
-    rows = torch.tensor([[min(max(i, 0), stored - 1) for i in range(*r)] for r in ranges], device=values.q.device)
-    chosen = values.q[torch.tensor(sequences, device=rows.device)[:, None], heads, rows]
-    return chosen.transpose(1, 2)
+    scene, count = values.scene, 1 if spec.entry == "decode" else spec.rows
+    sequences = [b for b, _ in spec.parts]
+    starts = [n - count - scene.first_query(b) for b, n in spec.parts]
+    if starts.count(starts[0]) == len(starts) and starts[0] >= 0:
+        q = _take(values.q, sequences, heads)[:, :, starts[0] : starts[0] + count]
+        return q if spec.view else _put(arena, q, spec.q, False)
+    rows = torch.tensor(starts)[:, None] + torch.arange(count)
+    rows.clamp_(0, values.q.shape[2] - 1)  # a row without keys has no query of its own
+    index = torch.tensor(sequences)[:, None].to(values.q.device)
+    return _put(arena, values.q[index, heads, rows.to(index.device)].transpose(1, 2), spec.q, False)
 
 
 def poison(placed: Placed) -> None:

@@ -7,19 +7,24 @@ from pathlib import Path
 from typing import Any
 
 from tools.evaluator.arena import Arena
+from tools.evaluator.guards import Guards
 from tools.evaluator.runner import Runner, WorkerFailure
 from tools.fuzzer.case import Backend
 
+# The evaluator stops a worker outside its turn; nothing is timed here, and a stop for every request costs much.
+GUARDS = Guards(frozenset({"pause"}))
 CHUNK_BYTES = {"cpu": 1 << 28, "cuda": 1 << 32}
 
 
 class Start:
     """A worker that is starting. `runner` waits for it; then `described` says what a provider told of itself."""
 
-    def __init__(self, arena: Arena, on: str, timeout_s: float, backend: Backend, library: Path | None) -> None:
-        self.arena, self.described = arena, dict[str, Any]()
+    def __init__(
+        self, arena: Arena, on: str, timeout_s: float, backend: Backend, library: Path | None, guards: Guards = GUARDS
+    ) -> None:
+        self.arena, self.guards, self.described = arena, guards, dict[str, Any]()
         self._problem: WorkerFailure | None = None
-        self._runner = Runner(on, arena, timeout_s)
+        self._runner = Runner(on, arena, timeout_s, guards=guards)
         self._thread = threading.Thread(target=self._load, args=(backend, library), daemon=True)
         self._thread.start()
 
