@@ -6,14 +6,22 @@ heavy tails and bursts, a drift of the whole machine of 2 to 5 %, and an offset 
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+import evaluator_tools
 import numpy as np
 import pytest
 
-from tools.evaluator import objective, promotion
-from tools.evaluator.statistics import in_parts, median, median_interval
+from tools.core.config import load_target
+from tools.core.errors import UserError
+from tools.core.files import read_bytes
+from tools.evaluator import objective, promotion, trials
+from tools.evaluator.statistics import binomial_bound, in_parts, median, median_interval
+from tools.loader.build import build
 
 RACERS = ("candidate", "incumbent", "twin")
 CPU_CELLS = (5300, 51000, 13400, 8400, 31600, 66, 407, 1390, 265, 1490, 6950, 866, 6900, 23400)  # us; 5 of them full
@@ -69,7 +77,14 @@ def session(rng: np.random.Generator, noise: Noise, gain: float | dict[int, floa
 
 
 def record(samples: list[float], passes: list[float]) -> dict[str, Any]:
-    return {"samples_us": samples, "pass_us": passes, "median_us": median(samples), "interval_us": median_interval(samples)}
+    """A kernel's record in a cell."""
+    return {
+        "samples_us": samples,
+        "pass_us": passes,
+        "calls_per_sample": 1,
+        "median_us": median(samples),
+        "interval_us": median_interval(samples),
+    }
 
 
 def cell(name: str, phase: str, kernels: dict[str, Any]) -> dict[str, Any]:
@@ -224,6 +239,14 @@ def test_promotion_needs_a_lower_t_as_the_report_states_it() -> None:
     assert verdict(odd, odd) == "not better"
 
 
+def test_passes_of_different_lengths_are_not_compared() -> None:
+    """What a pass costs the judge is shared by its calls: longer passes would look faster."""
+    longer = steady(0.03)
+    longer[2]["modes"]["cold"]["kernels"]["candidate"]["calls_per_sample"] = 9
+    found = promotion.compare([steady(0.03), longer], weights(4))
+    assert found["verdict"] == "not better" and found["why"].startswith("2: passes of different lengths")
+
+
 def test_passes_may_differ_in_number_and_workers_may_claim_zeros() -> None:
     found = steady(0.03)
     for c in found:
@@ -277,3 +300,76 @@ def test_a_limit_inside_the_interval_is_said() -> None:
     raced = pair(100, 101, 102)
     raced[0]["modes"]["cold"]["kernels"]["root"] = {"median_us": 100.0, "interval_us": [90.0, 105.0]}
     assert objective.doubtful(raced, {"p": 100.0}, 1.1)
+
+
+# ---------------------------------------------------------------- real trials
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trials of seconds: two tiny cells."""
+    workloads = {"prefill": {"batch": [1], "seqlen": [64]}, "decode": {"batch": [1], "context": [1024]}}
+    monkeypatch.setattr(trials, "CPU_WORKLOADS", workloads)
+    monkeypatch.setattr(trials, "CPU_L2_BYTES", 4 << 20)
+
+
+@pytest.fixture
+def track(small: None) -> Iterator[trials.Track]:
+    made = trials.Track(load_target("cpu"))
+    yield made
+    made.close()
+
+
+def test_a_slowed_source_has_the_same_bits_and_the_planted_gain_shows(track: trials.Track, tmp_path: Path) -> None:
+    """Half of the time is planted, so that a busy machine cannot hide it; timed outputs are verified with the witness."""
+    source = tmp_path / "slowed.cpp"
+    source.write_text(trials.slowed(read_bytes(track.target.source()).decode(), 0.5))
+    timed = track.session(build(track.target).library, build(track.target, source).library, 0)
+    w = dict.fromkeys((cell["name"] for cell in timed), 1.0)
+    assert all(0.2 < gain < 0.9 for gain in promotion.read(timed, w, "worker").gains)
+    assert all(gain > 0 for gain in promotion.read(timed, w, "judge").gains)
+    assert all(cell["modes"]["cold"]["kernels"]["incumbent"]["verified_parts"] > 0 for cell in timed)
+
+
+def test_a_candidate_that_fails_is_not_promoted(track: trials.Track, tmp_path: Path) -> None:
+    honest = build(track.target)
+    failing = build(track.target, evaluator_tools.perturbed(tmp_path, honest, "error_code")).library
+    found = track.trial(failing, honest.library)
+    assert not found["promoted"] and found["comparison"] is None and "candidate" in found["refused"]
+
+
+def test_trials_write_what_they_found(small: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "trials.json"
+
+    def run(count: int) -> int:
+        return trials.main_trials("cpu", None, None, None, count, path, lambda stage, text: None, as_json=True)
+
+    code = run(1)
+    found = json.loads(path.read_text())
+    assert json.loads(capsys.readouterr().out.splitlines()[0]) == found["summary"]
+    assert {kind: part["trials"] for kind, part in found["summary"].items()} == {"equal": 1, "planted": 1}
+    assert code == (1 if trials.shortcomings(found) else 0)
+    for kind, part in found["summary"].items():
+        assert part["promoted"] == sum(trial["promoted"] for trial in found["trials"][kind])
+        assert len(part["aa"]) == sum(trial["comparison"]["sessions"] for trial in found["trials"][kind])
+    with pytest.raises(UserError, match="exists already"):
+        run(1)
+    path.unlink()
+    with pytest.raises(UserError, match="--promotion-trials 0"):
+        run(0)
+
+
+def test_rates_that_are_not_as_stated_are_said() -> None:
+    def found(equal: int, planted: int) -> dict[str, Any]:
+        parts = {"equal": equal, "planted": planted}
+        return {"summary": {kind: {"trials": 20, "promoted": n, "rate": n / 20} for kind, n in parts.items()}}
+
+    assert trials.shortcomings(found(1, 16)) == []
+    assert "2 of 20" in trials.shortcomings(found(2, 20))[0]
+    assert "15 of 20" in trials.shortcomings(found(0, 15))[0]
+
+
+def test_the_bound_of_a_rate() -> None:
+    assert binomial_bound(0, 20) == pytest.approx(1 - 0.025 ** (1 / 20))
+    assert binomial_bound(20, 20) == 1
+    assert binomial_bound(5, 10) == pytest.approx(0.8129, abs=1e-4)

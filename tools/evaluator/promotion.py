@@ -64,6 +64,13 @@ def pass_times(record: dict[str, Any], clock: str) -> list[float]:
     return [median(part) for part in in_parts(record["samples_us"], len(passes))]
 
 
+def even(cell: dict[str, Any]) -> bool:
+    """Whether all passes of a cell have equally many calls. What a pass costs the judge is part of its clock: a candidate
+    whose passes are longer than the incumbent's would seem faster."""
+    kernels = cell["modes"]["cold"]["kernels"]
+    return len({kernels[racer]["calls_per_sample"] for racer in ("candidate", *RIVALS)}) == 1
+
+
 def apart(first: list[float], second: list[float]) -> float:
     """Median over passes of a difference of logarithms. Paired, so that what slows the whole machine for a while cancels;
     one of them may have had more passes at the end."""
@@ -120,8 +127,11 @@ def compare(sessions: list[Session], w: dict[str, float], *, noise: bool = True)
     """
     readings = {clock: [read(session, w, clock) for session in sessions] for clock in CLOCKS}
     clocks = {clock: _on_clock(readings[clock]) for clock in CLOCKS}
+    uneven = [cell["name"] for session in sessions for cell in session if not even(cell)]
     lower = (total(sessions[0], w, "candidate") or 0.0) < (total(sessions[0], w, "incumbent") or 0.0)
-    if not lower:
+    if uneven:
+        verdict, why = "not better", f"{uneven[0]}: passes of different lengths are not compared"
+    elif not lower:
         verdict, why = "not better", "T is not below the incumbent's"
     elif noise:
         verdict, why = _verdict(clocks, len(sessions))

@@ -29,6 +29,18 @@ def median_interval(values: list[float], confidence: float = 0.95) -> tuple[floa
     return ordered[k - 1], ordered[n - k]
 
 
+def binomial_bound(successes: int, trials: int, confidence: float = 0.975) -> float:
+    """The largest rate at which so few successes are still likely (Clopper and Pearson's upper bound)."""
+    if successes >= trials:
+        return 1.0
+    low, high = successes / trials, 1.0
+    for _ in range(60):
+        rate = 0.5 * (low + high)
+        at_most = sum(math.comb(trials, k) * rate**k * (1 - rate) ** (trials - k) for k in range(successes + 1))
+        low, high = (rate, high) if at_most > 1 - confidence else (low, rate)
+    return high
+
+
 def in_parts(values: list[float], count: int) -> list[list[float]]:
     """Consecutive parts of equal size. ValueError where there is no such split."""
     size, rest = divmod(len(values), count) if count else (0, 1)
