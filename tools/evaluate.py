@@ -3,6 +3,8 @@
     python tools/evaluate.py --gpu cpu --output runs/cpu.json
     python tools/evaluate.py --gpu h200 --output runs/x.json --source candidate.cu --require fa3,flashinfer
     python tools/evaluate.py --gpu cpu --output runs/y.json --cases quick --json
+    python tools/evaluate.py --mutation-score
+    python tools/evaluate.py --gpu cpu --promotion-trials 20 --output runs/trials.json
 
 A quick run covers fewer cases and times few cells. --only and --no-timing run a part: their status is INCOMPLETE where
 nothing failed. The report is written for every outcome and never over an existing file. The process that decides never
@@ -38,7 +40,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = CommandParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--gpu", metavar="TARGET", help=f"one of: {', '.join(target_names())}")
     parser.add_argument("--config", type=Path, help="a config file in place of the target's own")
-    parser.add_argument("--output", type=Path, required=True, help="where the report goes; must not exist")
+    parser.add_argument("--output", type=Path, help="where the report goes; must not exist")
     parser.add_argument("--source", type=Path, help="a candidate in place of the config's source")
     parser.add_argument("--root", type=Path, help="source of the root: no cell may be slower by more than limits.max_slowdown")
     parser.add_argument("--root-report", type=Path, help="a passed report of the root, in place of measuring it again")
@@ -52,6 +54,15 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", type=_names, default=(), metavar="CHECK,...", help="run only these correctness checks")
     parser.add_argument("--no-timing", action="store_true", help="stop after the correctness checks")
     parser.add_argument("--json", action="store_true", help="print a summary as JSON and nothing else")
+    parser.add_argument(
+        "--mutation-score", action="store_true", help="how many numerical mutants the correctness checks kill, and which"
+    )
+    parser.add_argument(
+        "--promotion-trials",
+        type=int,
+        metavar="N",
+        help="N attempts to promote the incumbent's equal, and N a candidate that is truly faster",
+    )
     return parser.parse_args(arguments)
 
 
@@ -74,9 +85,42 @@ def _interrupt(number: int, frame: Any) -> None:
     raise KeyboardInterrupt
 
 
+def _mutation_score(args: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from tools.evaluator import mutation, table
+
+    with table.progress(Console(stderr=True, quiet=args.json)) as show:
+        return mutation.main_mutation(args.gpu, args.output, args.json, lambda text: show("mutants", text))
+
+
+def _promotion_trials(args: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from tools.evaluator import table, trials
+
+    if args.promotion_trials < 1:
+        raise UserError(f"--promotion-trials {args.promotion_trials} is less than 1")
+    with table.progress(Console(stderr=True, quiet=args.json)) as show:
+        return trials.main_trials(
+            args.gpu,
+            args.config,
+            args.source,
+            args.incumbent,
+            args.promotion_trials,
+            args.output,
+            show,
+            as_json=args.json,
+        )
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Parse, evaluate, print."""
     args = _parse(arguments)
+    if args.mutation_score:
+        return _mutation_score(args)
+    if args.output is None:
+        raise UserError("name a file for the report (--output)")
     if args.gpu is None and args.config is None:
         raise UserError("name a target (--gpu) or a config file (--config)")
     if args.seed is not None and args.seed < 0:
@@ -85,6 +129,8 @@ def main(arguments: list[str] | None = None) -> int:
 
     from tools.evaluator import judge, table
 
+    if args.promotion_trials is not None:
+        return _promotion_trials(args)
     signal.signal(signal.SIGTERM, _interrupt)
     options = judge.Options(
         gpu=args.gpu,

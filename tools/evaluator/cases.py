@@ -25,6 +25,7 @@ from tools.evaluator.compare import poison_, snapshot, unchanged, unwritten, wor
 from tools.evaluator.grids import Cell, Grid
 from tools.evaluator.guards import ALL, Guards
 from tools.evaluator.inputs import Draw
+from tools.evaluator.localise import FirstDivergence, Result
 from tools.evaluator.parts import part_of
 from tools.evaluator.runner import Call, Runner
 
@@ -114,8 +115,10 @@ class Context:
         references: dict[str, tuple[Runner, str]] | None = None,
         progress: Callable[[str], None] | None = None,
         guards: Guards = ALL,
+        diverged: FirstDivergence | None = None,
     ) -> None:
         self.guards = guards
+        self._diverged, self._results = diverged, list[Result]()  # of the case at hand
         self.arena, self.candidate, self.witness, self.library = arena, candidate, witness, library
         self.library_layout, self.references = library_layout, references or {}
         self.seed, self.grid, self.tile, self.cells, self.cell_heads, self.limits = seed, grid, tile, cells, heads, limits
@@ -137,6 +140,7 @@ class Context:
         self.tally.cases += 1
         self._progress(f"{self.tally.name}: {label}")
         start = time.monotonic()
+        self._results.clear()
         with self.arena.scope():
             self.draw = Draw(self.seed, f"{self.tally.name}:{label}", self.device)
             yield self.draw
@@ -255,9 +259,12 @@ class Context:
 
     def taken(self, call: Call) -> tuple[Any, Any]:
         """A call's output and LSE, copied out of the memory that its worker can still write to."""
-        if not self.guards.on("pause"):
-            return call.o, call.lse
-        return call.o.clone(), None if call.lse is None else call.lse.clone()
+        result = call.o, call.lse
+        if self.guards.on("pause"):
+            result = call.o.clone(), None if call.lse is None else call.lse.clone()
+        if self._diverged is not None:
+            self._results.append((call, *result))
+        return result
 
     def inspect(self, call: Call, before: list[Any], *, finite: bool = True) -> None:
         """Outputs written, finite; inputs and guards untouched."""
@@ -288,7 +295,9 @@ class Context:
         tally.words += difference.words
         tally.differing += difference.differing
         if difference.differing:
-            extra = {"check": self.tally.name} if tally is not self.tally else {}
+            extra: dict[str, Any] = {"check": self.tally.name} if tally is not self.tally else {}
+            if self._diverged is not None and (record := self._diverged(self._results, got, expected, what)) is not None:
+                extra["divergence"] = record
             tally.fail(
                 self.label, what, words=difference.words, differing=difference.differing, first=difference.first, **extra
             )

@@ -7,6 +7,7 @@ It never loads candidate code, and draws the seed after the candidate is loaded.
 from __future__ import annotations
 
 import secrets
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -39,15 +40,18 @@ from tools.evaluator.baselines import Baselines
 from tools.evaluator.cases import CHECKS, Context
 from tools.evaluator.grids import Grid, cells, grid
 from tools.evaluator.guards import Guards
+from tools.evaluator.localise import FirstDivergence, Found, Parts
 from tools.evaluator.passes import Mismatch, Racer, Refused
+from tools.evaluator.reproducer import Origin
 from tools.evaluator.runner import START_TIMEOUT_S, Runner, Stop, WorkerFailure, live_workers
 from tools.evaluator.sealed import sealed_cases
 from tools.evaluator.timing import EFFORTS, Timer, machine_section
-from tools.loader.build import Built, build
+from tools.loader.build import Built, build, unchanged
 from tools.loader.device import check_machine, resolve_device
 
 RACING = ("candidate", "root", "incumbent", "twin")
 _REGISTERED = (checks, checks_hidden, checks_memory, checks_values)  # importing them registers the checks
+ANOTHER_TIMEOUT_S = 15.0
 CHUNK_BYTES = 1 << 30  # of CPU memory, which is taken only when touched
 CUDA_CHUNK_BYTES, CUDA_CHUNK_SHARE = 32 << 30, 0.35  # of device memory: one chunk that fits every cell, a part of what is free
 
@@ -185,6 +189,7 @@ class Judge:
         self.runners: dict[str, Runner] = {}
         self.arena: Any = None
         self.baselines: Any = None
+        self.diverged: FirstDivergence | None = None
         self.disk = integrity.Disk([*integrity.evaluator_files(), *target.merged.chain])
         self._stage_name = ""
 
@@ -240,6 +245,8 @@ class Judge:
             runner.kill()
             self.waited_s += runner.waited_s
         sandbox.kill_strays(live_workers())
+        if "candidate" in self.builds:
+            shutil.rmtree(self.builds["candidate"].library.parent, ignore_errors=True)
         for name, runner in self.runners.items():
             if runner.log().strip():
                 self.record["logs"][name] = runner.log()[-4000:]
@@ -320,6 +327,11 @@ class Judge:
             if spilling:
                 self.record["notes"].append(f"{role}: {len(spilling)} kernels spill registers, first {spilling[0]}")
 
+    def _library(self, role: str) -> str:
+        """Path of a role's library, which must be what was built."""
+        unchanged(self.builds[role])
+        return str(self.builds[role].library)
+
     def _inspect(self, role: str, built: Built) -> None:
         """Static evidence; a candidate, root or incumbent that asks for more than a kernel needs is refused."""
         parent = self.options.incumbent or self.options.root
@@ -335,18 +347,33 @@ class Judge:
         runner = self.runners[f"{role} profiled"] = Runner(role, self.arena, self.limits["case_timeout_s"], guards=self.guards)
         runner.request("hello", timeout_s=START_TIMEOUT_S)
         runner.request("warm_profiler")
-        runner.load_library(str(self.builds[role].library))
+        runner.load_library(self._library(role))
         return runner
 
     def _load(self, role: str) -> None:
         runner = self.runners[role]
         runner.settle("hello", START_TIMEOUT_S)
-        self.record["confinement"][role] = runner.load_library(str(self.builds[role].library))
+        self.record["confinement"][role] = runner.load_library(self._library(role))
 
     # ------------------------------------------------------------ correctness
 
     def _context(self, seed: int) -> Context:
         library = self.baselines.library()
+        if seed == self.seed:  # nothing is told of sealed cases
+            self.diverged = FirstDivergence(
+                Parts(
+                    start=self._another,
+                    witness=self.runners["witness"],
+                    arena=self.arena,
+                    tile=self.target.config["contract"]["tile"],
+                    order=self.target.config["contract"]["order"],
+                    origin=Origin(
+                        self.target.name,
+                        None if self.options.source is None else str(self.options.source),
+                        self.builds["candidate"].source_sha256,
+                    ),
+                )
+            )
         return Context(
             arena=self.arena,
             candidate=self.runners["candidate"],
@@ -362,7 +389,25 @@ class Judge:
             references=self.baselines.references(),
             progress=self._progress,
             guards=self.guards,
+            diverged=self.diverged if seed == self.seed else None,
         )
+
+    def _save_case(self, found: Found) -> None:
+        """The reproducer goes beside the report, under its name."""
+        path = self.options.output.with_name(f"{self.options.output.stem}.case.json")
+        try:
+            if found.save(path):
+                self.record["notes"].append(f"reproduce: python tools/fuzz.py --replay {show_path(path)}")
+        except UserError as problem:
+            self.record["notes"].append(f"the reproducer was not written: {problem}")
+
+    def _another(self) -> Runner:
+        """A worker of the candidate beside the one that is judged: it may die without harm to the run."""
+        runner = Runner("candidate", self.arena, ANOTHER_TIMEOUT_S, guards=self.guards)
+        self.runners["candidate again"] = runner
+        runner.hello()
+        runner.load_library(self._library("candidate"))
+        return runner
 
     def _correctness(self) -> None:
         if missing := self.baselines.missing_library():
@@ -378,6 +423,8 @@ class Judge:
                 problem.status, problem.worker, f"{context.tally.name}, {context.label}: {problem.message}"
             ) from None
         finally:
+            if self.diverged is not None and self.diverged.found is not None:
+                self._save_case(self.diverged.found)
             every = [*context.tallies, context.witnessed, context.untouched]
             self.record["correctness"] = {
                 "words": sum(t.words for t in every),
