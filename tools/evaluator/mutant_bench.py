@@ -181,7 +181,7 @@ def _failure(context: Context) -> dict[str, str] | None:
 
 
 def build_all(target: Target, units: list[Mutant | None], folder: Path, progress: Progress) -> list[Unit]:
-    """Build the control and every mutant, as many at once as there are processors to spare."""
+    """Build the control and every mutant, as many at once as there are processors."""
     role = mutants.role_of(target, [mutant for mutant in units if mutant])
     suffix = target.source(role).suffix
 
@@ -195,6 +195,8 @@ def build_all(target: Target, units: list[Mutant | None], folder: Path, progress
             built = build(target, path, role=role)
         except UserError as error:
             problem = str(error)
+        except Exception as error:  # one mutant must not end the run
+            problem = _defect(error)
         return Unit(mutant, digest, built, problem)
 
     done = itertools.count(1)
@@ -204,6 +206,10 @@ def build_all(target: Target, units: list[Mutant | None], folder: Path, progress
             progress(f"{target.name}: built {next(done)} of {len(units)}: {unit.name}")
             found.append(unit)
     return found
+
+
+def _defect(error: Exception) -> str:
+    return " ".join(f"the evaluator failed: {type(error).__name__}: {error}".split())
 
 
 def judged(bench: Bench, units: list[Unit], progress: Progress) -> Iterator[dict[str, Any]]:
@@ -233,7 +239,7 @@ def _record(bench: Bench, unit: Unit, runner: Runner | None) -> dict[str, Any]:
         except (WorkerFailure, UserError) as failure:
             problem = str(failure)
         except Exception as failure:  # one mutant must not end the run
-            problem = " ".join(f"the evaluator failed: {type(failure).__name__}: {failure}".split())
+            problem = _defect(failure)
     killed_by = verdict.killed_by if verdict else None
     return {
         "name": unit.name,
