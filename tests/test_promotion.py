@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import evaluator_tools
 import numpy as np
 import pytest
 
@@ -332,9 +331,12 @@ def test_a_slowed_source_has_the_same_bits_and_the_planted_gain_shows(track: tri
 
 
 def test_a_candidate_that_fails_is_not_promoted(track: trials.Track, tmp_path: Path) -> None:
-    honest = build(track.target)
-    failing = build(track.target, evaluator_tools.perturbed(tmp_path, honest, "error_code")).library
-    found = track.trial(failing, honest.library)
+    whole = "return run(UNIFIED_ATTN_PREFILL, params);"
+    text = read_bytes(track.target.source()).decode()
+    assert whole in text
+    source = tmp_path / "failing.cpp"
+    source.write_text(text.replace(whole, "return -1;"))
+    found = track.trial(build(track.target, source).library, build(track.target).library)
     assert not found["promoted"] and found["comparison"] is None and "candidate" in found["refused"]
 
 

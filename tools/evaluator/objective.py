@@ -1,4 +1,4 @@
-"""The objective T, each cell's share of it, and whether a candidate may be promoted over the incumbent.
+"""The objective T, each cell's share of it, and whether a candidate is admissible.
 
 T = sum of w_c x latency_c over the cells' cold medians, in microseconds. Weights:
 
@@ -15,7 +15,6 @@ from typing import Any
 from tools.core.errors import UserError
 
 PHASES = ("full", "decode")
-LEAST_GAIN = 0.005  # no measurement here resolves less
 
 
 def cold(cell: dict[str, Any], racer: str) -> float | None:
@@ -100,7 +99,7 @@ def summary(objective: dict[str, Any], cells: list[dict[str, Any]], root: dict[s
     }
 
 
-# ---------------------------------------------------------------- admission and promotion
+# ---------------------------------------------------------------- admission
 
 
 def admissible(cells: list[dict[str, Any]], root: dict[str, float], max_slowdown: float) -> list[str]:

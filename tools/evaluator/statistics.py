@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 
 
 def median(values: list[float]) -> float:
@@ -51,22 +50,3 @@ def in_parts(values: list[float], count: int) -> list[list[float]]:
 
 def geometric_mean(values: list[float]) -> float:
     return math.exp(sum(math.log(value) for value in values) / len(values))
-
-
-def bootstrap_ratio(
-    first: list[list[float]], second: list[list[float]], weights: list[float], draws: int = 1000, seed: int = 0
-) -> tuple[float, float, float]:
-    """T(first) / T(second) and its 95 % bootstrap interval.
-
-    first, second: samples of each cell. T = sum of weight x median. Every draw resamples each cell's samples.
-    """
-    rng = random.Random(seed)
-
-    def total(cells: list[list[float]]) -> float:
-        return sum(weight * median(cell) for weight, cell in zip(weights, cells, strict=True))
-
-    def resampled(cells: list[list[float]]) -> list[list[float]]:
-        return [rng.choices(cell, k=len(cell)) for cell in cells]
-
-    ratios = sorted(total(resampled(first)) / total(resampled(second)) for _ in range(draws))
-    return total(first) / total(second), ratios[int(0.025 * draws)], ratios[int(0.975 * draws) - 1]
