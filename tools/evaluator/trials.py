@@ -15,8 +15,7 @@ import json
 import secrets
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from tools.evaluator.arena import Arena
 from tools.evaluator.grids import Cell, cells
 from tools.evaluator.guards import Guards
 from tools.evaluator.passes import Mismatch, Racer, Refused
-from tools.evaluator.runner import Runner, WorkerFailure
+from tools.evaluator.runner import START_TIMEOUT_S, Runner, WorkerFailure
 from tools.evaluator.statistics import binomial_bound, median
 from tools.evaluator.timing import EFFORTS, Timer, machine_section
 from tools.loader.build import build
@@ -74,25 +73,22 @@ class Track:
             workloads = CPU_WORKLOADS
         self.cells = cells(workloads, CUDA_CELLS if self.device == "cuda" else 0)
         self._arena = Arena(self.device, CHUNK_BYTES[self.device])
-        self._witness = self._start("witness", build(target, role="witness").library)
+        self._witness = self._start({"witness": build(target, role="witness").library})[0]
 
-    def _start(self, name: str, library: Path) -> Runner:
-        runner = Runner(name, self._arena, self.target.config["limits"]["case_timeout_s"])
-        runner.hello()
-        runner.load_library(str(library))
-        return runner
-
-    @contextmanager
-    def _workers(self, libraries: dict[str, Path]) -> Iterator[list[Racer]]:
+    def _start(self, libraries: dict[str, Path]) -> list[Runner]:
+        """Workers of these names with their libraries; all start at once, in order."""
         started: list[Runner] = []
         try:
-            for name, library in libraries.items():
-                started.append(self._start(name, library))
-            yield [Racer(runner.name, runner) for runner in started]
-        finally:
+            for name in libraries:
+                started.append(Runner(name, self._arena, self.target.config["limits"]["case_timeout_s"]))
+                started[-1].post("hello")
             for runner in started:
-                runner.kill()  # nothing it holds is needed
-                runner.close()
+                runner.settle("hello", START_TIMEOUT_S)
+                runner.load_library(str(libraries[runner.name]))
+        except BaseException:
+            _end(started)
+            raise
+        return started
 
     def session(self, candidate: Path, incumbent: Path, number: int) -> promotion.Session:
         """All cells once, in fresh processes that start in another order each time."""
@@ -100,12 +96,16 @@ class Track:
         names = list(libraries)
         if number % 2:
             names.reverse()
-        with self._workers({name: libraries[name] for name in names}) as racers:
+        runners = self._start({name: libraries[name] for name in names})
+        try:
             timer = ColdTimer(
                 self._arena, self._machine, self.target.config["limits"], self.heads,
                 self.target.config["contract"]["tile"], secrets.randbits(62), self._effort, self._witness, guards=NO_CLOCK,
             )  # fmt: skip
+            racers = [Racer(runner.name, runner) for runner in runners]
             return [timer.cell(cell, racers) for cell in self.cells]
+        finally:
+            _end(runners)
 
     def trial(self, candidate: Path, incumbent: Path) -> dict[str, Any]:
         """One attempt at promotion; what the evaluator would refuse counts as not promoted, with the reason."""
@@ -127,8 +127,14 @@ class Track:
         }
 
     def close(self) -> None:
-        self._witness.kill()
-        self._witness.close()
+        _end([self._witness])
+
+
+def _end(runners: list[Runner]) -> None:
+    """At once: none holds anything that is needed."""
+    for runner in runners:
+        runner.kill()
+        runner.close()
 
 
 def slowed(source: str, gain: float) -> str:
