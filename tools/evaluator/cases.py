@@ -277,7 +277,7 @@ class Context:
             self.untouched.differing += missing
         elif finite and not math.isfinite(float(call.o.sum(dtype=torch.float32))):
             self.tally.fail(self.label, f"{call.entry}: the output is not finite")
-        if not all(map(unchanged, call.inputs(), before)):
+        if self.guards.on("closed") and not all(map(unchanged, call.inputs(), before)):
             self.untouched.fail(self.label, f"{call.entry}: an input was written", check=self.tally.name)
         for guard in call.extra["guards"]:
             self.untouched.words += GUARD_BYTES // 2
