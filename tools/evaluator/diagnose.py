@@ -20,7 +20,19 @@ from tools.evaluator.scene import HEAD_DIM, Row, Scene, Stage, copy, extent
 
 ORDER = ("keys", "scores", "max", "P", "row sum", "rescale", "PV", "final", "lse")
 COARSE = 1e-4  # an LSE further off than this, relative to 1 + its size, is no matter of rounding
+MEANING = {
+    "keys": "some key takes no part, or one does that should not",
+    "scores": "a score q.k is not the contract's: order of the sum, operands, or a key's place",
+    "max": "weights of the loudest key are not 1: the maximum is taken over other keys, or otherwise",
+    "P": "a weight of one key is not the contract's: its argument, exponential or rounding",
+    "row sum": "weights agree one by one, and their sum over a tile or over tiles does not: association, order, edges of tiles",
+    "rescale": "what a louder key in a later tile does to the sums before it",
+    "PV": "weights and their sum agree, and the sum of their products with V does not",
+    "final": "the sums agree, and their quotient or its rounding does not",
+    "lse": "the output agrees, and the LSE does not",
+}
 MAX_TILES = 32  # the row is cut after each of these; beyond, after powers of two
+FEW_KEYS = 5
 OTHER_TILES = 6  # tried beside the likely one
 MAX_SLOTS, SLOT_BYTES = 64, 64 << 20  # probes in one request, and the memory of their copies
 
@@ -72,6 +84,7 @@ class Verdict:
     def record(self) -> dict[str, Any]:
         return {
             "first": self.stage,
+            "meaning": MEANING.get(self.stage or ""),
             "probe": self.probe,
             "by_elimination": self.by_elimination,
             "tile": None if self.tile is None else [self.tile.start, self.tile.stop],
@@ -131,6 +144,7 @@ class Ladder:
         self.lab, self.row = lab, lab.row
         self.o = self.lse = True
         self.final = self.only_lse = ""  # probes that show the end itself to be off
+        self.small = ""  # the probe that shows subnormal values to come out otherwise
         self.blamed: tuple[str, str] | None = None  # a stage and a probe: weights that should be 1 are not
         self.notes: list[str] = []
         self.own_scores = bool(self.row.q_size) and math.isfinite(self.row.quiet / self.row.q_size)
@@ -155,6 +169,8 @@ class Ladder:
             self.final, self.o = o[0], False
         elif lse:
             self.only_lse, self.lse = lse[0], False
+        if self.o:
+            self.small = self._first([probes.subnormal(self.row)], ["o"]) or ""
 
     def one_score(self, tile: range) -> None:
         """A single key of an exact score has weight 1. Sets `blamed` where it has not."""
@@ -170,9 +186,10 @@ class Ladder:
             return
         if any(one.o or one.coarse() or not one.finite() for _, one in bad):
             zero = [probes.exact_score(self.row, key, 0.0) for key in keys]
-            fault = self._first(zero) is None and any(one.coarse() and one.o for _, one in bad)
-            self.blamed = ("scores" if fault else "max", bad[0][0])  # scores that count for nothing, but keys that do
-        elif self._weights(tile) is None:
+            # The value of a score is off, though the right key is heard, and equal scores are right.
+            value = not any(one.o for _, one in bad) and all(one.finite() for _, one in bad) and self._first(zero) is None
+            self.blamed = ("scores" if value else "max", bad[0][0])
+        elif self._weights(tile) is None and self._ties(tile) is None:
             self.only_lse, self.lse = bad[0][0], False
         else:
             name = self._first(whole)
@@ -207,18 +224,38 @@ class Ladder:
         wanted = [probe for shown, probe in found if shown == "o"]
         return self._first(wanted, ["o"] * len(wanted))
 
+    def _ties(self, tile: range) -> str | None:
+        scores = sorted({float(self.row.scores[key]) for key in tile})
+        wanted = [probe for score in scores[:: max(1, len(scores) // 16)] for probe in probes.ties_at(self.row, tile, score)]
+        return self._first(wanted, ["o"] * len(wanted))
+
     def weights(self, tile: range) -> str | None:
+        return self._weights(tile)
+
+    def sum_of_two(self, tile: range) -> str | None:
+        """Two weights of which one is 1: their sum, read in the LSE."""
         found = [pair for key in tile for pair in probes.weights(self.row, tile, key, own_scores=False)]
-        return self._first([probe for _, probe in found], [shown for shown, _ in found])
+        wanted = [probe for shown, probe in found if shown == "lse"]
+        return self._sums(wanted, tile) if self.lse else None
 
     def row_sum(self, tile: range) -> str | None:
-        return self._first([probes.row_sum(self.row, [tile], tile, seed) for seed in range(4)]) if len(tile) > 4 else None
+        return self._sums([], tile)
+
+    def _sums(self, wanted: list[Probe], tile: range) -> str | None:
+        """The first of `wanted`, and of sums of the tile, that diverges. An LSE that is off beside right sums is off itself."""
+        sums = [probes.row_sum(self.row, [tile], tile, seed) for seed in range(4)] if len(tile) > 4 else []
+        in_output = self._first(sums, ["o"] * len(sums))
+        in_lse = self._first(wanted + sums, ["lse"] * len(wanted + sums))
+        if in_lse and not in_output and self.o and sums:
+            self.only_lse, self.lse = in_lse, False
+            return None
+        return in_lse or in_output
 
     def rescale(self, tile: range) -> str | None:
         place = self.row.tiles.index(tile)
         if place == 0:
             return None
-        found = list(probes.rescales(self.row, self.row.tiles[place - 1], tile))
+        found = list(probes.rescales(self.row, self.row.tiles[place - 1], tile, plain=bool(self.small)))
         return self._first([probe for _, probe in found], [shown for shown, _ in found])
 
     def running_sum(self, tile: range) -> str | None:
@@ -237,6 +274,7 @@ class Ladder:
         yield "keys", self.keys
         yield "scores", self.scores
         yield "P", self.weights
+        yield "P" if self.row.weights_in_bf16 else "row sum", self.sum_of_two  # the output has weights of 24 bits, or of 8
         yield "row sum", self.row_sum
         yield "rescale", self.rescale
         yield "row sum", self.running_sum
@@ -260,6 +298,8 @@ def diagnose(lab: Lab) -> Verdict:
         verdict.notes.append("the row has no keys or no finite values: its stages cannot be told apart")
         return verdict
     ladder = Ladder(lab)
+    if lab.row.n < FEW_KEYS:
+        verdict.notes.append(f"the row sees {lab.row.n} keys: maximum, weights, sums and LSE can hardly be told apart")
     try:
         _climb(ladder, verdict)
     except OutOfTime:
@@ -294,9 +334,10 @@ def _climb(ladder: Ladder, verdict: Verdict) -> None:
                     return
         if ladder.final or ladder.only_lse:
             return  # seen already, and nothing before it
-    (seen,) = ladder.lab.look([probes.exact(ladder.row)])
-    verdict.stage, verdict.probe = "row sum" if seen.lse else "PV", "own values"
-    verdict.tile, verdict.by_elimination = suspect, True
+    whole = probes.own(ladder.row)
+    (seen,) = ladder.lab.look([whole])
+    verdict.stage, verdict.probe = "row sum" if seen.lse else "PV", ladder.small or whole.name
+    verdict.tile, verdict.by_elimination = suspect, not ladder.small
 
 
 def _earliest(tiles: list[range], probe: Callable[[range], str | None], verdict: Verdict) -> None:

@@ -25,12 +25,13 @@ from tools.evaluator.compare import raw
 from tools.evaluator.diagnose import Lab, diagnose
 from tools.evaluator.reproducer import Origin, case_of
 from tools.evaluator.runner import Call, Runner, WorkerFailure
-from tools.evaluator.scene import Scene, Stage, alone, scene_of, through
+from tools.evaluator.scene import Scene, Stage, alone, scene_of, through, visible_keys
 from tools.evaluator.shrink import fewer_keys, shrink, smaller
 from tools.fuzzer.case import Case, write
 
 BUDGET_S = 10.0
 SHARES = (0.25, 0.75, 0.95)  # of the budget: when surroundings are small, probes done, keys few
+MAX_ROWS = 200  # differing rows that are looked at
 ENTRIES = ("decode", "extend", "prefill", "packed")
 Result = tuple[Call, Any, Any]
 
@@ -133,20 +134,6 @@ def _first_word(got: Any, expected: Any) -> tuple[int, ...]:
     return tuple(int(i) for i in torch.nonzero(raw(got) != raw(expected))[0])
 
 
-def _worst_row(got: Any, expected: Any, is_output: bool) -> tuple[int, ...]:
-    """Index of the first differing word of the row with most of them; of the last such row, since it has most keys."""
-    unequal = raw(got) != raw(expected)
-    counts = unequal.sum(-1) if is_output else unequal.to(torch.int64)
-    flat = counts.reshape(-1)
-    at = flat.numel() - 1 - int(flat.flip(0).argmax())
-    index = []
-    for size in reversed(counts.shape):
-        index.append(at % int(size))
-        at //= int(size)
-    index.reverse()
-    return (*index, int(unequal[tuple(index)].to(torch.int64).argmax())) if is_output else tuple(index)
-
-
 def _offset(tensor: Any, index: tuple[int, ...]) -> int:
     return int(tensor.storage_offset()) + sum(i * int(s) for i, s in zip(index, tensor.stride(), strict=True))
 
@@ -180,6 +167,22 @@ def _row_place(call: Call, name: str, place: tuple[int, ...]) -> tuple[int, int,
     if call.entry == "packed":
         return (0, place[1], place[0]) if name == "o" else (0, place[0], place[1])
     return place[0], place[1], place[2]
+
+
+def _best_row(results: list[Result], got: Any, expected: Any, tile: int) -> tuple[int, ...]:
+    """Index of a differing word in the row that says most: one of several tiles of keys, then of many differing words."""
+    unequal = raw(got) != raw(expected)
+    is_output = got.element_size() == 2
+    counts = unequal.sum(-1) if is_output else unequal.to(torch.int64)
+    some = torch.nonzero(counts)
+    some = some[torch.linspace(0, len(some) - 1, min(len(some), MAX_ROWS)).long()]
+    ranked = []
+    for at in (tuple(int(i) for i in row) for row in some):
+        index = (*at, int(unequal[at].to(torch.int64).argmax())) if is_output else at
+        found = locate(results, got, index) or locate(results, expected, index)
+        keys = visible_keys(found[0], _row_place(*found)) if found else 0
+        ranked.append((min(keys, 3 * tile), int(counts[at]), index))
+    return max(ranked)[2]
 
 
 # ---------------------------------------------------------------- the whole
@@ -217,7 +220,7 @@ def _localise(parts: Parts, results: list[Result], got: Any, expected: Any, foun
         return
     with _started(parts.start) as candidate, parts.arena.scope():
         stage = Stage(candidate, parts.witness, parts.arena, budget_s)
-        for chosen in dict.fromkeys((_worst_row(got, expected, place[1] == "o"), index)):
+        for chosen in dict.fromkeys((_best_row(results, got, expected, parts.tile), index)):
             scene, side = _off_contract(stage, results, (got, expected), chosen, found)
             if scene is not None:
                 record["off_contract"] = side

@@ -24,6 +24,9 @@ C2 = float.fromhex("0x1.0527dcp-3")  # log2(e) / sqrt(128), as both contracts ha
 FAR = 4096.0  # raw score units; a weight is 0 from 990 on
 
 
+MARK = (1 + torch.arange(DIM) / DIM).to(torch.bfloat16)  # a value like no other, exact
+
+
 @dataclass(frozen=True)
 class Probe:
     """keys: what the keys behind the row's own hold: "own" (left as they are) or "loud" (above every visible score)."""
@@ -165,13 +168,22 @@ def ends(row: RowData) -> Iterator[Probe]:
 
 def own_score(row: RowData, key: int) -> Probe:
     """One key heard, all others quiet: the LSE is its scaled score, the output its value."""
-    return Probe(f"key {key} alone", row.q, row.own_keys([key], {}), row.values({key: row.v[key]}))
+    return Probe(f"key {key} alone", row.q, row.own_keys([key], {}), row.values({key: MARK}))
 
 
 def exact_score(row: RowData, key: int, score: float, behind: str = "own") -> Probe:
     """The same with a score that needs no rounding; weights are 0 and 1."""
     name = f"key {key} alone, exact score {score:.9g}" + (", louder keys behind" if behind == "loud" else "")
-    return Probe(name, row.carrier_q(), row.with_scores({key: score}), row.values({key: row.v[key]}), behind)
+    return Probe(name, row.carrier_q(), row.with_scores({key: score}), row.values({key: MARK}), behind)
+
+
+def ties_at(row: RowData, keys: range, score: float) -> Iterator[Probe]:
+    """Three keys of one exact score; their outputs lie on ties, and move where the weights are not exactly 1."""
+    for seed in range(2 if len(keys) > 2 else 0):
+        ties = exact_ties(3, seed)
+        loud = list(keys[:3])
+        k, v = row.with_scores(dict.fromkeys(loud, score)), row.values({key: ties[:, p] for p, key in enumerate(loud)})
+        yield Probe(f"3 keys of score {score:.9g}", row.carrier_q(), k, v)
 
 
 # ---------------------------------------------------------------- weights
@@ -184,11 +196,10 @@ def _low_bits(weight: float) -> tuple[Any, Any]:
 
 
 def _weight_values(row: RowData, key: int, tops: list[int], weight: float) -> Any:
-    """Values that show a weight's upper, middle and lower bits, and its product with the key's own value."""
+    """Values that show a weight's upper, middle and lower bits."""
     upper, middle = _low_bits(weight)
     v = torch.zeros(row.n, DIM, dtype=torch.bfloat16)
     v[key] = 1.0
-    v[key, 3::4] = row.v[key, 3::4]
     v[tops[0], 1::4] = -upper
     v[tops[0], 2::4] = -upper
     if len(tops) > 1:
@@ -233,8 +244,18 @@ def row_sum(row: RowData, tiles: list[range], home: range, seed: int = 0) -> Pro
     )
 
 
-def rescales(row: RowData, before: range, after: range) -> Iterator[tuple[str, Probe]]:
-    """One key in a tile and a louder one in a later tile: the first one's weight is the rescale itself."""
+def subnormal(row: RowData) -> Probe:
+    """One key of subnormal values: they must come out as they are."""
+    key = row.tiles[0].start
+    value = ((torch.arange(DIM) - DIM // 2) * 2.0**-133).to(torch.bfloat16)
+    return Probe("one key of subnormal values", row.carrier_q(), row.with_scores({key: 0.0}), row.values({key: value}))
+
+
+def rescales(row: RowData, before: range, after: range, *, plain: bool) -> Iterator[tuple[str, Probe]]:
+    """One key in a tile and a louder one in a later tile: the first one's weight is the rescale itself.
+
+    plain: without values that become subnormal.
+    """
     low, high = row.loudest(before), row.loudest(after)
     scores = float(row.scores[low]), float(row.scores[high])
     rise = abs(scores[0] - scores[1])
@@ -244,8 +265,9 @@ def rescales(row: RowData, before: range, after: range) -> Iterator[tuple[str, P
         for count, shown in ((2, "o"), (1, "lse")):
             tops = [high, *row.others(after, high, count - 1)]
             v = _weight_values(row, low, tops, rescale)
-            v[low, 7::8] = (torch.arange(DIM // 8) - 7).to(torch.bfloat16) * 2.0**-131  # subnormal after or before it
-            v[tops[0], 7::8] = 0.0
+            if not plain:
+                v[low, 7::8] = (torch.arange(DIM // 8) - 7).to(torch.bfloat16) * 2.0**-131  # subnormal after or before it
+                v[tops[0], 7::8] = 0.0
             given = {low: score, **dict.fromkeys(tops, scores[1])}
             yield shown, Probe(f"rescale of key {low} by a gap of {gap:.4g}", row.carrier_q(), row.with_scores(given), v)
 
@@ -282,6 +304,6 @@ def up_to(row: RowData, count: int) -> Iterator[Probe]:
     yield Probe(f"the first {count} tile(s), cancelling values", row.q, k, cancelling(row, keys, count))
 
 
-def exact(row: RowData) -> Probe:
-    """The row's own values under exact scores close to its own."""
-    return Probe("own values, exact scores", row.carrier_q(), row.carrier_k(row.scores), row.v)
+def own(row: RowData) -> Probe:
+    """The row as it is."""
+    return Probe("own values", row.q, row.k, row.v)

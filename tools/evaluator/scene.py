@@ -144,11 +144,7 @@ def dense(arena: Arena, scene: Scene) -> Scene:
     return replace(scene, q=q, k=k, v=v)
 
 
-def scene_of(call: Call, place: tuple[int, int, int], arena: Arena) -> tuple[Scene, bool]:
-    """The scene of a call, and whether its storage is the call's own (else it is dense).
-
-    place: batch, head and row of the output; a packed call's row counts from the start of the whole tensor.
-    """
+def _of(call: Call, place: tuple[int, int, int]) -> Scene:
     batch, head, row = place
     starts = lengths = None
     if call.entry == "packed":
@@ -157,20 +153,21 @@ def scene_of(call: Call, place: tuple[int, int, int], arena: Arena) -> tuple[Sce
         row -= starts[batch]
     elif call.lengths is not None:
         lengths = tuple(int(x) for x in call.lengths.tolist())
-    found = Scene(
-        call.entry,
-        call.q,
-        call.k,
-        call.v,
-        batch,
-        head,
-        row,
-        lengths,
-        starts,
-        call.num_sms,
-        call.num_threads,
-        call.lse is not None,
-    )
+    lse = call.lse is not None
+    return Scene(call.entry, call.q, call.k, call.v, batch, head, row, lengths, starts, call.num_sms, call.num_threads, lse)
+
+
+def visible_keys(call: Call, place: tuple[int, int, int]) -> int:
+    """Keys that a row of a call sees; `place` as in scene_of."""
+    return _of(call, place).visible
+
+
+def scene_of(call: Call, place: tuple[int, int, int], arena: Arena) -> tuple[Scene, bool]:
+    """The scene of a call, and whether its storage is the call's own (else it is dense).
+
+    place: batch, head and row of the output; a packed call's row counts from the start of the whole tensor.
+    """
+    found = _of(call, place)
     if 2 * sum(extent(t) for t in (call.q, call.k, call.v)) <= COPY_BYTES[arena.device]:
         return copy(arena, found), True
     return dense(arena, alone(found)), False
