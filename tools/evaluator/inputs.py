@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 SMALLEST = 2.0**-133  # the smallest positive bf16 (subnormal)
+BLOCK = 8_388_593  # words: a prime, so that repetitions are aligned differently
 POISON = 0x7FFF  # a bf16 NaN
 
 
@@ -31,6 +32,17 @@ class Draw:
     def normal_(self, tensor: Any, scale: float = 1.0) -> Any:
         """Fill any view with N(0, scale^2)."""
         return tensor.normal_(0.0, scale, generator=self.torch)
+
+    def fill_(self, tensor: Any, scale: float = 1.0) -> Any:
+        """Fill a contiguous tensor with N(0, scale^2). On the CPU, where drawing is slow, a large one repeats BLOCK words."""
+        if self.device != "cpu" or tensor.numel() <= BLOCK:
+            return self.normal_(tensor, scale)
+        flat = tensor.view(-1)
+        block = self.normal_(flat[:BLOCK], scale)
+        for start in range(BLOCK, flat.numel(), BLOCK):
+            part = flat[start : start + BLOCK]
+            part.copy_(block[: part.numel()])
+        return tensor
 
     def normal(self, *shape: int) -> Any:
         return torch.randn(shape, generator=self.torch, device=self.device)

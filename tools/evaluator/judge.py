@@ -6,12 +6,13 @@ It never loads candidate code, and draws the seed after the candidate is loaded.
 
 from __future__ import annotations
 
+import ctypes
 import secrets
 import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -114,6 +115,7 @@ def evaluate(options: Options, show: Show) -> dict[str, Any]:
         },
     )
     sandbox.harden_judge()
+    _keep_memory()
     judge = Judge(options, target, record, root, show)
     started = time.monotonic()
     try:
@@ -151,6 +153,25 @@ def _root_report(options: Options, target: Target) -> dict[str, Any] | None:
         return None
     source = sha256_file(options.root) if options.root else target.config["kernel"]["sha256"]
     return report.root(options.root_report, target, source)
+
+
+def _keep_memory() -> None:
+    """Have the C library keep freed memory: the judge copies results all the time, and fresh pages cost more than the copy."""
+    with suppress(OSError, AttributeError):
+        c = ctypes.CDLL(None)
+        for option in (-1, -3):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD of malloc.h
+            c.mallopt(option, 1 << 30)
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """What a timed pass can end with becomes a status."""
+    try:
+        yield
+    except Refused as problem:
+        raise Stop("REFUSED", str(problem)) from None
+    except Mismatch as problem:
+        raise Stop("BIT_MISMATCH", str(problem)) from None
 
 
 @contextmanager
@@ -466,12 +487,8 @@ class Judge:
         self.baselines.await_compilation()
         timer = self._timer(self.seed, self._progress)
         racers = self._racers(roles)
-        try:
+        with _refusals():
             found = [timer.cell(cell, racers) for cell in self.cells]
-        except Refused as problem:
-            raise Stop("REFUSED", str(problem)) from None
-        except Mismatch as problem:
-            raise Stop("BIT_MISMATCH", str(problem)) from None
         report.add_ratios(found)
         if self.record["dispatch"] is None:
             with self._stage("dispatch"):
@@ -560,10 +577,12 @@ class Judge:
             self._load(role)
 
     def _remeasure(self) -> list[dict[str, Any]]:
-        """All kernels once more, in fresh processes that start in the other order."""
+        """The cold cells of all kernels once more, in fresh processes that start in the other order."""
         roles = [role for role in reversed(RACING) if role in self.builds]
         for role in roles:
-            self.runners[role].close()
+            self.runners[role].kill()
             self.waited_s += self.runners[role].waited_s
         self._respawn(roles)
-        return self._measure(roles)
+        timer = self._timer(self.seed, self._progress)
+        with _refusals():
+            return [timer.cell(cell, [Racer(role, self.runners[role]) for role in roles], ("cold",)) for cell in self.cells]

@@ -74,7 +74,7 @@ class Inputs:
         self._pools = [arena.empty((math.prod(shape) + POOL_SLACK,), closed=True) for shape in shapes]
         scales = (1.0, 1.0, math.sqrt(max(1.0, cell.keys / math.e)))
         for pool, scale in zip(self._pools, scales, strict=True):
-            draw.normal_(pool, scale)
+            draw.fill_(pool, scale)
         self._true: list[list[Any]] = [[self._open[0]], list(self._open[1]), list(self._open[2])]
         self._renew(0, self._open[1].shape[0])
 

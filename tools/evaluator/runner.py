@@ -178,6 +178,7 @@ class Runner:
         try:
             if self.alive():
                 self.request("quit", timeout_s=5)
+                self._resume()  # it was stopped when its answer came
                 self._process.wait(timeout=5)
         except (WorkerFailure, subprocess.TimeoutExpired):
             pass

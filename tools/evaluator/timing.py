@@ -125,7 +125,7 @@ class Timer:
         shapes = [(sets, cell.batch, heads, size, 128) for heads, size in ((heads_q, cell.rows), *[(heads_kv, cell.keys)] * 2)]
         tensors = [self._arena.empty(shape, order=order, closed=closed) for shape in shapes]
         for tensor in tensors:
-            draw.normal_(tensor)
+            (draw.fill_ if layout == "bhsd" else draw.normal_)(tensor)
         return list(zip(*tensors, strict=True))
 
     def outputs(self, cell: Cell, count: int, *, closed: bool) -> Any:
@@ -138,7 +138,7 @@ class Timer:
 
     # ------------------------------------------------------------ one cell
 
-    def cell(self, cell: Cell, racers: list[Racer]) -> dict[str, Any]:
+    def cell(self, cell: Cell, racers: list[Racer], modes: tuple[str, ...] = MODES) -> dict[str, Any]:
         """The record of one cell. Raises Refused, Mismatch, or WorkerFailure of a fixed racer."""
         record: dict[str, Any] = {
             "name": cell.name,
@@ -150,7 +150,7 @@ class Timer:
             "modes": {},
         }
         racing = [racer for racer in racers if cell.phase in racer.phases and racer.runner.alive()]
-        for mode in MODES:
+        for mode in modes:
             if mode == "hot" and cell.input_bytes(*self._heads) > 2 * self._target["l2_bytes"]:
                 record["modes"]["hot"] = {"same_as": "cold"}
                 continue
@@ -248,13 +248,16 @@ class Timer:
 
     def _race(self, passes: Passes, entries: list[Entry], draw: Draw) -> None:
         """Warm up, then take turns."""
-        effort, plans = self._effort, dict[int, int]()
-        for number, entry in enumerate(entries):
+        effort, plans, whole = self._effort, dict[int, int](), list[float]()
+        for entry in entries:
             runner = entry.racer.runner
-            once = max(1e-3, sum(runner.replay(entry.graph, runner.passes(entry.graph))))  # of a pass
-            passes.warm(entry, min(50, int(effort.warm_ms / once)))
-            entry.span = len(entry.calls)
-            if runner.passes(entry.graph) > 1:  # one call a sample: as many as make a pass long enough to time
+            whole.append(max(1e-3, sum(runner.replay(entry.graph, runner.passes(entry.graph)))))
+            passes.warm(entry, min(50, int(effort.warm_ms / whole[-1])))
+        # Passes of all kernels are alike, whatever one of them claims of itself: what a request costs is shared by its calls.
+        slowest = max((once for once, entry in zip(whole, entries, strict=True) if entry.racer.fixed), default=0.0)
+        for number, entry in enumerate(entries):
+            once, entry.span = slowest if entry.racer.fixed else whole[number], len(entry.calls)
+            if entry.racer.runner.passes(entry.graph) > 1:  # one call a sample: as many as make a pass long enough to time
                 entry.span = max(1, min(entry.span, math.ceil(effort.pass_ms * entry.span / once)))
             once *= entry.span / len(entry.calls)
             plans[number] = max(effort.passes, min(effort.most, int(effort.budget_ms / once)))

@@ -24,7 +24,7 @@ from tools.core.errors import UserError
 from tools.core.files import read_bytes, sha256_file, write_new
 from tools.evaluator import environment, objective, promotion, report
 from tools.evaluator.arena import Arena
-from tools.evaluator.grids import Cell, cells
+from tools.evaluator.grids import cells
 from tools.evaluator.guards import Guards
 from tools.evaluator.passes import Mismatch, Racer, Refused
 from tools.evaluator.runner import START_TIMEOUT_S, Runner, WorkerFailure
@@ -46,15 +46,6 @@ CUDA_CELLS = 2  # of each kind
 ENTRIES = ("unified_prefill", "unified_extend", "unified_decode")
 
 Show = Callable[[str, str], None]
-
-
-class ColdTimer(Timer):
-    """Times cold calls alone, which are all that a promotion looks at."""
-
-    def cell(self, cell: Cell, racers: list[Racer]) -> dict[str, Any]:
-        with self._arena.scope():
-            modes = {"cold": self._mode(cell, "cold", racers)}
-        return {"name": cell.name, "phase": cell.phase, "batch": cell.batch, "rows": cell.rows, "modes": modes}
 
 
 class Track:
@@ -98,12 +89,12 @@ class Track:
             names.reverse()
         runners = self._start({name: libraries[name] for name in names})
         try:
-            timer = ColdTimer(
+            timer = Timer(
                 self._arena, self._machine, self.target.config["limits"], self.heads,
                 self.target.config["contract"]["tile"], secrets.randbits(62), self._effort, self._witness, guards=NO_CLOCK,
             )  # fmt: skip
             racers = [Racer(runner.name, runner) for runner in runners]
-            return [timer.cell(cell, racers) for cell in self.cells]
+            return [timer.cell(cell, racers, ("cold",)) for cell in self.cells]
         finally:
             _end(runners)
 
