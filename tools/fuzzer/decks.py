@@ -25,16 +25,6 @@ class Deck(Generic[T]):
         return self._left.pop()
 
 
-class Mixed(Generic[T]):
-    """Deals from the second of two decks with a probability, else from the first."""
-
-    def __init__(self, first: Deck[T], second: Deck[T], p: float, rng: random.Random) -> None:
-        self._first, self._second, self._p, self._rng = first, second, p, rng
-
-    def deal(self) -> T:
-        return (self._second if self._rng.random() < self._p else self._first).deal()
-
-
 def edges(largest: int) -> list[int]:
     """Multiples of usual tile sizes and powers of two, one less and one more, up to `largest`."""
     places = {m * tile for tile in TILES for m in range(1, largest // tile + 2)} | {2**i for i in range(20)}
@@ -42,7 +32,7 @@ def edges(largest: int) -> list[int]:
 
 
 class Sizes:
-    """Whole numbers from 1 to `largest`: a third dealt from all of them, a third at edges, a third log-uniform."""
+    """Whole numbers from 1 to `largest`: half dealt from all of them, a third at edges, the rest log-uniform."""
 
     def __init__(self, largest: int, rng: random.Random) -> None:
         self._rng, self._largest = rng, largest
@@ -51,10 +41,10 @@ class Sizes:
     def draw(self, limit: int) -> int:
         """A size of at most `limit`."""
         limit = min(limit, self._largest)
-        way = self._rng.randrange(3)
-        if way == 0:
+        way = self._rng.randrange(6)
+        if way < 3:
             size = self._all.deal()
             return size if size <= limit else self._rng.randint(1, limit)
-        if way == 1:
+        if way < 5:
             return self._edges[self._rng.randrange(bisect.bisect_right(self._edges, limit))]
         return min(limit, int(2.0 ** self._rng.uniform(0.0, limit.bit_length())))

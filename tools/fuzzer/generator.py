@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 import random
 from dataclasses import dataclass
 from typing import Any
@@ -17,14 +16,14 @@ from typing import Any
 from tools.evaluator.inputs import KINDS
 from tools.fuzzer.bench import Abilities
 from tools.fuzzer.case import DIM, CallSpec, Drawn, Layout, Scene
-from tools.fuzzer.decks import TILES, Deck, Mixed, Sizes
+from tools.fuzzer.decks import TILES, Deck, Sizes
 from tools.fuzzer.relations import Natural, twin
 
 
 @dataclass(frozen=True)
 class Limits:
     """Sizes of one device type. words: of a scene, drawn between the two. flop: of one call. keys: of a sequence.
-    parts: of a call. heads: of all sequences together, more only now and then. calls: drawn for a scene."""
+    parts: of a call. heads: of all sequences together. calls: drawn for a scene."""
 
     words: tuple[int, int]
     flop: float
@@ -35,7 +34,7 @@ class Limits:
 
 
 LIMITS = {
-    "cpu": Limits((1 << 13, 1 << 19), 6e7, 1100, 64, 400, (8, 20)),
+    "cpu": Limits((1 << 13, 1 << 19), 1.2e8, 1100, 64, 256, (8, 20)),
     "cuda": Limits((1 << 13, 1 << 24), 4e11, 9000, 64, 4096, (8, 20)),
 }
 KV_HEADS = (1, 2, 3, 4, 5, 6, 8)
@@ -69,12 +68,8 @@ class Generator:
         self._lengths = Sizes(self._limits.keys, rng)
         self._rows = Sizes(self._limits.keys, rng)
         self._capacities = Sizes(self._limits.keys, rng)
-        every = list(itertools.product(range(1, self._limits.parts + 1), KV_HEADS, GROUPS))
-        cheap, dear = (
-            Deck([sizes for sizes in every if (math.prod(sizes) <= self._limits.heads) == small], rng)
-            for small in (True, False)
-        )
-        self._batches = Mixed(cheap, dear, 0.1, rng)
+        self._heads = Deck(list(itertools.product(KV_HEADS, GROUPS)), rng)
+        self._counts: dict[tuple[str, int, int], Deck[int]] = {}  # parts, by entry point and heads
         self._parts = Deck(range(1, self._limits.parts + 1), rng)
         self._kinds = Deck(list(itertools.product(KINDS, KINDS)), rng)
         self._orders = Deck(list(itertools.permutations(range(3))), rng)
@@ -88,19 +83,21 @@ class Generator:
 
     def scene(self, style: str) -> Scene:
         rng, limits = self._rng, self._limits
-        batch, heads_kv, group = self._batches.deal() if style == "batch" else (1, 1, 1)
-        if style != "batch":
+        if style == "batch":
+            heads_kv, group = self._heads.deal()
+            batch = rng.randint(1, max(1, min(limits.parts, limits.heads // (heads_kv * group))))
+        else:
             batch = rng.choice((1, 1, 1, 2, 2, 3, 4))
-            heads_kv, group = rng.choice(KV_HEADS[:4]), rng.choice((1, 1, 2, 3, 4, 8))
+            heads_kv, group = rng.choice((1, 1, 2, 3, 4)), rng.choice((1, 1, 1, 2, 3, 4, 8))
         if style == "mixed":
             batch, group = rng.randint(1, 8), rng.choice(GROUPS)
         heads = heads_kv * group
         smallest, largest = limits.words
-        words = smallest * (largest / smallest) ** rng.random() ** 2
+        words = smallest * (largest / smallest) ** (rng.random() ** (0.5 if style == "lengths" else 2))
         room = min(words / (DIM * batch * (heads + 2 * heads_kv)), (limits.flop / (2 * DIM * batch * heads)) ** 0.5)
         room = int(min(max(room, 2), limits.keys))
         keys = rng.randint(room // 2 + 1, room) if style == "lengths" else self._lengths.draw(room)
-        scores, values = self._kinds.deal() if self.chance(0.5) else ("normal", "normal")
+        scores, values = self._kinds.deal() if self.chance(0.6) else ("normal", "normal")
         self.scenes += 1
         return Scene(batch, heads, heads_kv, keys, Drawn(self._seed, f"scene {self.scenes}", scores, values))
 
@@ -119,7 +116,7 @@ class Generator:
         ragged = entry == "packed" or (entry != "prefill" and self.abilities.lengths and self.chance(0.6))
         n, rows = rng.choice(spots) if split else (self._lengths.draw(scene.keys), 0)
         parts_limit = self._room(entry, scene, heads[1], scene.keys if ragged else n)
-        sequences = self._sequences(scene.batch, min(parts_limit, 8) if split else parts_limit, style)
+        sequences = self._sequences(entry, scene, min(parts_limit, 8) if split else parts_limit, style)
         capacity = None
         if split:
             lengths = [rng.choice(spots)[0] for _ in sequences] if ragged else [n] * len(sequences)
@@ -152,11 +149,15 @@ class Generator:
         by_words = 2 * self._limits.words[1] / (DIM * heads_kv * 2 * keys)
         return int(max(1, min(by_flop, by_words, self._limits.parts)))
 
-    def _sequences(self, batch: int, limit: int, style: str) -> list[int]:
-        rng = self._rng
+    def _sequences(self, entry: str, scene: Scene, limit: int, style: str) -> list[int]:
+        """Sequences of a call's parts; in scenes of style "batch" every number of parts has its turn with every heads."""
+        rng, batch = self._rng, scene.batch
+        if style == "batch" and self.chance(0.7):
+            key = (entry, scene.heads_q, scene.heads_kv)
+            deck = self._counts.setdefault(key, Deck(range(1, self._limits.parts + 1), rng))
+            count, first = min(limit, deck.deal()), rng.randrange(batch)
+            return list(range(first, first + count)) if first + count <= batch else [i % batch for i in range(count)]
         way = rng.random()
-        if style == "batch":
-            way = 0.5 + way / 2 if way < 0.9 else 0.0  # mostly the whole batch or parts of it
         if way < 0.4:
             return [rng.randrange(batch)]
         if way < 0.55:
@@ -188,14 +189,14 @@ class Generator:
         return rng.choice(options) if self.chance(0.7) else max(longest, self._capacities.draw(2 * keys))
 
     def _layouts(self, natural: Layout) -> dict[str, Any]:
-        if not self.abilities.strides or self.chance(0.5):
+        if not self.abilities.strides or self.chance(0.4):
             return dict.fromkeys("qkvo", natural)
-        return {name: self._layout() if self.chance(0.7) else natural for name in "qkvo"}
+        return {name: self._layout() if self.chance(0.8) else natural for name in "qkvo"}
 
     def _layout(self) -> Layout:
         rng = self._rng
         pad = tuple(rng.choice((1, 2, 3, rng.randint(1, 9))) if self.chance(0.3) else 0 for _ in range(3))
-        columns = 8 * (self._columns.deal() if self.chance(0.7) else rng.choice((1, 2, 4, 8, 16))) if self.chance(0.6) else 0
+        columns = 8 * (self._columns.deal() if self.chance(0.7) else rng.choice((1, 2, 4, 8, 16))) if self.chance(0.7) else 0
         return Layout(self._orders.deal(), pad, columns, 16 * rng.randrange(16) if self.chance(0.3) else 0)
 
     def _machine(self) -> dict[str, Any]:
@@ -238,7 +239,7 @@ class Generator:
             if self._witness and small and self.chance(0.1):
                 calls.append(dataclasses.replace(self._reference(number, scene, range(scene.batch)), on="witness"))
                 pairs.append((0, len(calls) - 1))
-        for _ in range(rng.randint(*self._limits.calls)):
+        for _ in range(rng.randint(*self._limits.calls) * (1 if style == "mixed" else 2)):
             call = self.call(number, scene, style, spots)
             calls.append(call)
             mine = len(calls) - 1

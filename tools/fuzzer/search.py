@@ -8,6 +8,7 @@ recorded as seen once.
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -26,6 +27,7 @@ replace = dataclasses.replace
 ALWAYS = 0.05  # a plain call that disagrees more often than this is compared with its own kind from then on
 GIVE_UP = 5  # calls of one entry point that die, hang or are refused
 REPEATS = 5  # runs of a shrunk case, to say how often it fails
+GRACE_S = 5.0  # past the end of a search, to finish what was found in it
 SHRINK_S = {"cpu": 15.0, "cuda": 30.0}
 
 
@@ -77,9 +79,11 @@ class Search:
         self._pairs_of: Counter[str] = Counter()
         self._failures: Counter[str] = Counter()
         self.started = time.monotonic()
+        self._until = math.inf
 
     def run(self, deadline: float, *, cases: int | None = None, stop_at: int | None = None) -> None:
         """Search until `deadline` (time.monotonic), or `cases` scenes, or `stop_at` findings."""
+        self._until = deadline + GRACE_S
         while time.monotonic() < deadline and self.generator.entries:
             if cases is not None and self.counts.cases >= cases:
                 return
@@ -96,7 +100,8 @@ class Search:
             self._isolate(batch, problem)
             return
         for i, j in bad:
-            self._investigate(batch, i, j)
+            if time.monotonic() < self._until:
+                self._investigate(batch, i, j)
 
     def _compare(self, batch: Batch) -> list[tuple[int, int]]:
         """Run a batch; the pairs that differ."""
@@ -141,7 +146,7 @@ class Search:
             case = self._case(batch, first, second, batch.calls[:j])
             self._file(case, Outcome(DIFFERS), fails=0)
             return
-        self._file(*self._shrinker.shrink(*confirmed))
+        self._file(*self._shrinker.shrink(*confirmed, self._until))
 
     def _always(self, kind: str, first: CallSpec, second: CallSpec) -> None:
         """An entry point that disagrees with prefill as a rule is compared with itself from then on."""
@@ -202,7 +207,7 @@ class Search:
                 known.met += 1
             else:
                 shrinker = Shrinker(bench, 2.5 * bench.timeout_s) if outcome.what == "hangs" else self._shrinker
-                self._file(*shrinker.shrink(case, outcome))
+                self._file(*shrinker.shrink(case, outcome, self._until))
         self._failures[entry] += 1
         if self._failures[entry] >= GIVE_UP and entry in self.generator.entries:
             self.generator.entries.remove(entry)
@@ -242,7 +247,7 @@ def raw_relation(first: CallSpec, second: CallSpec) -> str:
 
 def features(first: CallSpec, second: CallSpec) -> list[str]:
     """What is special in either call of a pair."""
-    found = set()
+    found: set[str] = set()
     for call in (first, second):
         layouts = (call.q, call.k, call.v, call.o)
         flags = (

@@ -7,6 +7,7 @@ ends. A drawn scene of another shape has other values: where the fault needs cer
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -61,9 +62,9 @@ class Shrinker:
         self.natural = bench.natural
         self.attempts = 0
 
-    def shrink(self, case: Case, outcome: Outcome) -> tuple[Case, Outcome]:
-        """The simplest case found that fails as `case` did, and its outcome."""
-        deadline = time.monotonic() + self._seconds
+    def shrink(self, case: Case, outcome: Outcome, until: float = math.inf) -> tuple[Case, Outcome]:
+        """The simplest case found that fails as `case` did, and its outcome. until: a time.monotonic() to stop at."""
+        deadline = min(time.monotonic() + self._seconds, until)
         simpler = True
         while simpler:
             simpler = False

@@ -211,7 +211,8 @@ class Common:
 
 
 def common_rows(first: CallSpec, second: CallSpec, heads_kv: int) -> Common | None:
-    """All rows of `second` that `first` computes too, or None."""
+    """Rows of `second` that `first` computes too, or None. Where `first` has a sequence more than once, a part of `second`
+    is compared with the one part that shares most rows with it."""
     a, b = (spec.heads or (0, heads_kv) for spec in (first, second))
     heads = range(max(a[0], b[0]), min(a[0] + a[1], b[0] + b[1]))
     if not heads:
@@ -223,9 +224,9 @@ def common_rows(first: CallSpec, second: CallSpec, heads_kv: int) -> Common | No
         owner[theirs[:, 0]] = np.arange(len(theirs))
         other = owner[mine[:, 0]]
     else:
-        found = (theirs[None, :, 0] == mine[:, None, 0]) & (their_start[None] < mine[:, None, 1])
-        found &= theirs[None, :, 1] > my_start[:, None]
-        other = np.where(found.any(axis=1), found.argmax(axis=1), -1)
+        shared = np.minimum(theirs[None, :, 1], mine[:, None, 1]) - np.maximum(their_start[None], my_start[:, None])
+        shared = np.where(theirs[None, :, 0] == mine[:, None, 0], shared, 0)
+        other = np.where(shared.max(axis=1) > 0, shared.argmax(axis=1), -1)
     low = np.maximum(np.maximum(my_start, their_start[other]), 0)
     counts = np.where(other < 0, 0, np.minimum(mine[:, 1], theirs[other, 1]) - low).clip(min=0)
     if not counts.any():
