@@ -267,12 +267,11 @@ def _off_contract(
             continue
         call, name, at = place
         scene, same = scene_of(call, _row_place(call, name, at), stage.arena)
-        if not same:
-            found.notes.append(f"{side}: too large to replay as it is; the row is replayed alone, stored densely")
         for tried in (replace(scene, lse=True), scene):  # a call without LSE may take another path
             if stage.differs(tried):
                 return tried, side
-        found.notes.append(f"{side}: the same call made again agrees with the witness")
+        again = "the same call made again" if same else "the row alone, stored densely (the call is too large to copy),"
+        found.notes.append(f"{side}: {again} agrees with the witness")
     return None, ""
 
 
