@@ -51,8 +51,8 @@ class Bench:
         return build(self.target, perturbed(self.folder, self.honest, fault))
 
     @contextlib.contextmanager
-    def running(self, fault: str) -> Iterator[Runner]:
-        runner = self.start("candidate", self.candidate(fault))
+    def running(self, fault: str, name: str = "candidate") -> Iterator[Runner]:
+        runner = self.start(name, self.candidate(fault))
         try:
             yield runner
         finally:

@@ -93,7 +93,7 @@ def test_library_check(bench: evaluator_tools.Bench, honest: object) -> None:
     assert not tallies["library"].failed, tallies["library"].failures
     assert tallies["library"].notes["three_tiles"] >= tallies["library"].notes["shapes"] // 2
     for fault in ("every_output", "packed_single", "partial_tile", "base_two"):
-        with bench.running(fault) as other:
+        with bench.running(fault, "library") as other:
             assert bench.perform("library", honest, library=other)["library"].failed, fault  # type: ignore[arg-type]
 
 

@@ -222,7 +222,7 @@ def graph(ctx: Context) -> None:
             ctx.candidate.replay_all(number)
             ctx.candidate.replay_all(number)
             for call, eager in zip(calls, expected, strict=True):
-                ctx.both_equal((call.o, call.lse), eager, f"{call.entry}: replay {step} with lengths {fresh}")
+                ctx.both_equal(ctx.taken(call), eager, f"{call.entry}: replay {step} with lengths {fresh}")
         ctx.candidate.drop(number)
 
 

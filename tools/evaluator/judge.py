@@ -115,7 +115,6 @@ def evaluate(options: Options, show: Show) -> dict[str, Any]:
         },
     )
     sandbox.harden_judge()
-    _keep_memory()
     judge = Judge(options, target, record, root, show)
     started = time.monotonic()
     try:
@@ -155,8 +154,12 @@ def _root_report(options: Options, target: Target) -> dict[str, Any] | None:
     return report.root(options.root_report, target, source)
 
 
-def _keep_memory() -> None:
-    """Have the C library keep freed memory: the judge copies results all the time, and fresh pages cost more than the copy."""
+def _keep_still() -> None:
+    """On the CPU the judge shares the cores with those it times: one thread, since torch's others spin while they wait, and
+    memory that is kept when freed, since fresh pages cost more than the copies of results that they are for."""
+    import torch
+
+    torch.set_num_threads(1)
     with suppress(OSError, AttributeError):
         c = ctypes.CDLL(None)
         for option in (-1, -3):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD of malloc.h
@@ -276,6 +279,8 @@ class Judge:
     # ------------------------------------------------------------ stages
 
     def run(self) -> None:
+        if self.device == "cpu":
+            _keep_still()
         with self._stage("machine"):
             where = resolve_device(self.target, None)
             note = check_machine(self.target, where, allow_compat=self.options.allow_compat)
@@ -415,7 +420,7 @@ class Judge:
 
     def _save_case(self, found: Found) -> None:
         """The reproducer goes beside the report, under its name."""
-        path = self.options.output.with_name(f"{self.options.output.stem}.case.json")
+        path = report.case_path(self.options.output)
         try:
             if found.save(path):
                 self.record["notes"].append(f"reproduce: python tools/fuzz.py --replay {show_path(path)}")

@@ -29,7 +29,7 @@ PART_FLOP = {"cpu": 3e6, "cuda": 2e10}  # of one part on the witness
 PARTS = {"cpu": 2, "cuda": 3}  # verified a pass
 POOL_SLACK = 8192  # words: inputs start somewhere in them
 SECRET = random.SystemRandom()  # what no seed can tell
-AGREEING = 0.75  # of all passes must have a believable time
+USUAL = 0.75  # what is usual: what this share of all requests does not exceed
 # What the judge's clock may see beyond the worker's: times what is usual, plus ms, plus ms a call, plus a share.
 CLOCK_USUAL, CLOCK_MS, CLOCK_CALL_MS, CLOCK_SHARE = 1.5, 0.2, 0.003, 0.05
 
@@ -229,8 +229,8 @@ def _whole(tensor: Any) -> Any:
 
 
 def high(values: list[float]) -> float:
-    """What AGREEING of the values do not exceed."""
-    return sorted(values)[min(len(values) - 1, int(AGREEING * len(values)))]
+    """What a share of USUAL of the values does not exceed."""
+    return sorted(values)[min(len(values) - 1, int(USUAL * len(values)))]
 
 
 def unseen_ms(entry: Entry) -> list[float]:
@@ -242,9 +242,12 @@ def unseen_ms(entry: Entry) -> list[float]:
 def clock_problem(entry: Entry, usual_ms: float, device: str) -> str | None:
     """Why the worker's times cannot be believed, or None: passes took the judge's clock longer than the worker says.
 
+    The median decides: a worker may lie about fewer than half of its passes, which can push its median down to its
+    fastest honest passes and no further; a promotion looks at the judge's clock as well.
+
     usual_ms: what the judge's clock sees beyond a worker's that is trusted, or of a request that does nothing.
     """
-    unseen, said = high(unseen_ms(entry)), entry.span * median(entry.worker_ms)
+    unseen, said = median(unseen_ms(entry)), entry.span * median(entry.worker_ms)
     calls = entry.span if device == "cpu" else 0
     if unseen <= CLOCK_USUAL * usual_ms + CLOCK_MS + CLOCK_CALL_MS * calls + CLOCK_SHARE * said:
         return None

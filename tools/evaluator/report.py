@@ -25,10 +25,16 @@ SCHEMA = REPO_ROOT / "experimental" / "schemas" / "report.schema.json"
 STATUSES = ("PASSED", "BIT_MISMATCH", "INACCURATE", "COMPILE_ERROR", "RUNTIME_ERROR", "TIMEOUT", "REFUSED", "INCOMPLETE")
 
 
+def case_path(path: Path) -> Path:
+    """Where the reproducer of a report's first difference goes."""
+    return path.with_name(f"{path.stem}.case.json")
+
+
 def check_output(path: Path) -> None:
-    """Before any work: the path must be free and its folder writable."""
-    if path.exists() or path.is_symlink():
-        raise UserError(f"{show_path(path)}: exists already and is never overwritten")
+    """Before any work: the path, and that of a reproducer, must be free and the folder writable."""
+    for taken in (path, case_path(path)):
+        if taken.exists() or taken.is_symlink():
+            raise UserError(f"{show_path(taken)}: exists already and is never overwritten")
     make_folder(path.parent)
     try:
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}."):
