@@ -42,6 +42,9 @@ GROUPS = tuple(range(1, 17))
 THREADS = (1, 2, 3, 4, 5, 7, 8, 16)
 MULTIPROCESSORS = (1, 2, 16, 66, 78, 108, 114, 132, 144)
 WEIGHTS = {"decode": 8, "extend": 6, "prefill": 4, "packed": 3}
+# Kinds whose v is that of `normal`, and kinds whose q and k are those of another kind.
+ONLY_SCORES = ("large_scores", "equal_scores", "rising", "falling", "jumps", "below_any_mask", "underflow", "zero_rows")
+ONLY_VALUES = ("tiny_v", "subnormal_v", "zero_columns")
 SPOTS = 3  # lengths a scene of an entry point that is compared with itself
 
 
@@ -71,10 +74,11 @@ class Generator:
         self._heads = Deck(list(itertools.product(KV_HEADS, GROUPS)), rng)
         self._counts: dict[tuple[str, int, int], Deck[int]] = {}  # parts, by entry point and heads
         self._parts = Deck(range(1, self._limits.parts + 1), rng)
-        self._kinds = Deck(list(itertools.product(KINDS, KINDS)), rng)
+        kinds = itertools.product((k for k in KINDS if k not in ONLY_VALUES), (k for k in KINDS if k not in ONLY_SCORES))
+        self._kinds = Deck(list(kinds), rng)
         self._orders = Deck(list(itertools.permutations(range(3))), rng)
         self._columns = Deck(range(1, 33), rng)
-        self._styles = Deck(("lengths", "lengths", "batch", "mixed"), rng)
+        self._styles = Deck(("lengths", "lengths", "batch", "layouts", "mixed"), rng)
 
     def chance(self, p: float) -> bool:
         return self._rng.random() < p
@@ -93,7 +97,7 @@ class Generator:
             batch, group = rng.randint(1, 8), rng.choice(GROUPS)
         heads = heads_kv * group
         smallest, largest = limits.words
-        words = smallest * (largest / smallest) ** (rng.random() ** (0.5 if style == "lengths" else 2))
+        words = smallest * (largest / smallest) ** rng.random() ** {"lengths": 0.5, "layouts": 4.0}.get(style, 2.0)
         room = min(words / (DIM * batch * (heads + 2 * heads_kv)), (limits.flop / (2 * DIM * batch * heads)) ** 0.5)
         room = int(min(max(room, 2), limits.keys))
         keys = rng.randint(room // 2 + 1, room) if style == "lengths" else self._lengths.draw(room)
@@ -106,7 +110,8 @@ class Generator:
     def call(self, number: int, scene: Scene, style: str, spots: list[tuple[int, int]]) -> CallSpec:
         """A call over some rows of a scene. spots: (keys, rows) that entry points in `split` choose from."""
         rng = self._rng
-        entry = rng.choices(self.entries, [WEIGHTS[name] for name in self.entries])[0]
+        weights = [1 if style == "layouts" else WEIGHTS[name] for name in self.entries]
+        entry = rng.choices(self.entries, weights)[0]
         natural = self._natural(entry)
         heads = (0, scene.heads_kv)
         if scene.heads_kv > 1 and self.chance(0.15):
@@ -130,7 +135,7 @@ class Generator:
                 lengths = [max(1, min(capacity, scene.keys) - rng.randrange(9)) for _ in sequences]
         parts = tuple(zip(sequences, lengths, strict=True))
         rows = rows if entry == "extend" else 1
-        layouts = self._layouts(natural)
+        layouts = self._layouts(natural, style)
         same, neighbours = len(set(sequences)) == 1, sequences == list(range(sequences[0], sequences[0] + len(sequences)))
         plain = all(layout == natural for layout in layouts.values())
         view = entry != "packed" and (same or neighbours) and (capacity or 0) <= scene.keys and self.abilities.strides
@@ -188,15 +193,15 @@ class Generator:
         options = (longest, keys, longest + rng.randrange(9), -(-longest // tile) * tile)
         return rng.choice(options) if self.chance(0.7) else max(longest, self._capacities.draw(2 * keys))
 
-    def _layouts(self, natural: Layout) -> dict[str, Any]:
-        if not self.abilities.strides or self.chance(0.4):
+    def _layouts(self, natural: Layout, style: str = "") -> dict[str, Any]:
+        if not self.abilities.strides or (style != "layouts" and self.chance(0.4)):
             return dict.fromkeys("qkvo", natural)
         return {name: self._layout() if self.chance(0.8) else natural for name in "qkvo"}
 
     def _layout(self) -> Layout:
         rng = self._rng
         pad = tuple(rng.choice((1, 2, 3, rng.randint(1, 9))) if self.chance(0.3) else 0 for _ in range(3))
-        columns = 8 * (self._columns.deal() if self.chance(0.7) else rng.choice((1, 2, 4, 8, 16))) if self.chance(0.7) else 0
+        columns = 8 * (self._columns.deal() if self.chance(0.7) else rng.choice((1, 2, 4, 8, 16))) if self.chance(0.8) else 0
         return Layout(self._orders.deal(), pad, columns, 16 * rng.randrange(16) if self.chance(0.3) else 0)
 
     def _machine(self) -> dict[str, Any]:
@@ -239,7 +244,7 @@ class Generator:
             if self._witness and small and self.chance(0.1):
                 calls.append(dataclasses.replace(self._reference(number, scene, range(scene.batch)), on="witness"))
                 pairs.append((0, len(calls) - 1))
-        for _ in range(rng.randint(*self._limits.calls) * (1 if style == "mixed" else 2)):
+        for _ in range(rng.randint(*self._limits.calls) * {"mixed": 1, "layouts": 4}.get(style, 2)):
             call = self.call(number, scene, style, spots)
             calls.append(call)
             mine = len(calls) - 1

@@ -28,7 +28,7 @@ ALWAYS = 0.05  # a plain call that disagrees more often than this is compared wi
 GIVE_UP = 5  # calls of one entry point that die, hang or are refused
 REPEATS = 5  # runs of a shrunk case, to say how often it fails
 GRACE_S = 5.0  # past the end of a search, to finish what was found in it
-SHRINK_S = {"cpu": 15.0, "cuda": 30.0}
+SHRINK_S = {"cpu": 15.0, "cuda": 10.0}
 
 
 @dataclass
@@ -37,7 +37,7 @@ class Finding:
 
     case: Case
     relation: str
-    seconds: float  # since the start of the search
+    seconds: float  # from the start of the search to the hit
     cases: int  # scenes drawn until then
     met: int = 1
 
@@ -58,7 +58,7 @@ class Counts:
 
 
 class Search:
-    """One search on one bench. `tell` is called with every new finding."""
+    """One search on one bench. `tell` is called with every new finding, `hint` with the first hit of its kind at once."""
 
     def __init__(
         self,
@@ -67,9 +67,11 @@ class Search:
         *,
         witness: bool,
         tell: Callable[[Finding], None] | None = None,
+        hint: Callable[[str], None] | None = None,
         shrink_s: float | None = None,
     ) -> None:
         self._bench, self._tell = bench, tell or (lambda finding: None)
+        self._hint = hint or (lambda text: None)
         self.generator = Generator(bench.abilities, bench.natural, bench.device, seed, witness=witness)
         self._shrinker = Shrinker(bench, SHRINK_S[bench.device] if shrink_s is None else shrink_s)
         self.counts = Counts()
@@ -77,6 +79,7 @@ class Search:
         self._hits: Counter[str] = Counter()
         self._hits_of: Counter[str] = Counter()  # differing pairs by the second call's entry point
         self._pairs_of: Counter[str] = Counter()
+        self._ruled: set[str] = set()  # kinds of pairs that differ as a rule
         self._failures: Counter[str] = Counter()
         self.started = time.monotonic()
         self._until = math.inf
@@ -138,21 +141,29 @@ class Search:
         first, second = batch.calls[i], batch.calls[j]
         kind = raw_relation(first, second)
         self._hits[kind] += 1
-        if self._hits[kind] > 4 and self._hits[kind] & (self._hits[kind] - 1):
+        hits, met = self._hits[kind], self._now()
+        if hits == 1:
+            self._hint(f"{kind} differ after {met[0]:.1f} s, {met[1]} scenes; shrinking")
+        if (kind in self._ruled and hits > 1) or (hits > 4 and hits & (hits - 1)):
             return
         self._always(kind, first, second)
         confirmed = self._confirm(batch, i, j)
         if confirmed is None:
             case = self._case(batch, first, second, batch.calls[:j])
-            self._file(case, Outcome(DIFFERS), fails=0)
+            self._file(case, Outcome(DIFFERS), met, fails=0)
             return
-        self._file(*self._shrinker.shrink(*confirmed, self._until))
+        self._file(*self._shrinker.shrink(*confirmed, self._until), met)
+
+    def _now(self) -> tuple[float, int]:
+        """Seconds and scenes since the start."""
+        return time.monotonic() - self.started, self.counts.cases
 
     def _always(self, kind: str, first: CallSpec, second: CallSpec) -> None:
         """An entry point that disagrees with prefill as a rule is compared with itself from then on."""
         generator, often = self.generator, self._hits_of[kind] > ALWAYS * max(20, self._pairs_of[kind])
         entries = {first.entry, second.entry}
         if often and first.on == second.on:
+            self._ruled.add(kind)
             generator.split |= entries - {"prefill"} or entries
 
     def _case(
@@ -207,7 +218,7 @@ class Search:
                 known.met += 1
             else:
                 shrinker = Shrinker(bench, 2.5 * bench.timeout_s) if outcome.what == "hangs" else self._shrinker
-                self._file(*shrinker.shrink(case, outcome, self._until))
+                self._file(*shrinker.shrink(case, outcome, self._until), self._now())
         self._failures[entry] += 1
         if self._failures[entry] >= GIVE_UP and entry in self.generator.entries:
             self.generator.entries.remove(entry)
@@ -215,7 +226,7 @@ class Search:
 
     # ------------------------------------------------------------ filing
 
-    def _file(self, case: Case, outcome: Outcome, fails: int | None = None) -> None:
+    def _file(self, case: Case, outcome: Outcome, met: tuple[float, int], fails: int | None = None) -> None:
         """Record a shrunk case under its relation, unless it is known."""
         if fails is None and outcome.what != "hangs":
             again = [attempt(self._bench, case).what == outcome.what for _ in range(REPEATS)]
@@ -234,7 +245,7 @@ class Search:
         if key in self.findings:
             self.findings[key].met += 1
             return
-        finding = Finding(case, relation, time.monotonic() - self.started, self.counts.cases)
+        finding = Finding(case, relation, *met)
         self.findings[key] = finding
         self._tell(finding)
 

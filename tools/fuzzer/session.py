@@ -142,7 +142,9 @@ def search(options: Options) -> dict[str, Any]:
         own = bench.backend.kind == "library"
         version = bench.backend.version or (bench.backend.source_sha256 or "")[:12]
         show([f"backend   {bench.backend.name} {version}, seed {options.seed}"])
-        hunt = Search(bench, options.seed, witness=options.witness and own, tell=tell)
+        hunt = Search(
+            bench, options.seed, witness=options.witness and own, tell=tell, hint=lambda text: show([f"hit       {text}"])
+        )
         hunt.started = options.began
         interrupted = False
         try:
