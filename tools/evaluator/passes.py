@@ -145,7 +145,7 @@ class Passes:
         self._arena, self._cell, self._mode, self._inputs = arena, cell, mode, inputs
         self._quiet, self._guards = quiet, guards
         self._witness, self._pinged = (witness if guards.on("witness") else None), witness
-        self.pings_ms: list[float] = []  # one after every pass: what a request costs while this machine is as busy as it is
+        self.requests_ms: list[float] = []  # what those of the witness cost, while the machine is as busy as it is
 
     def warm(self, entry: Entry, count: int) -> None:
         entry.racer.runner.replay(entry.graph, count * entry.racer.runner.passes(entry.graph))
@@ -165,7 +165,7 @@ class Passes:
         entry.judge_ms.append(1000 * (time.perf_counter() - start) / (last - first))
         entry.worker_ms.append(sum(taken) / (last - first))
         entry.spans.append(last - first)
-        self.pings_ms.append(self._quiet.ping_ms(self._pinged))
+        self.requests_ms.append(self._quiet.ping_ms(self._pinged))
         if entry.racer.fixed and self._guards.on("verify"):
             self.verify(entry, first, last)
 
@@ -206,7 +206,9 @@ class Passes:
 
     def _compare(self, entry: Entry, parts: list[tuple[int, Call, Call, Any]]) -> None:
         assert self._witness is not None
-        self._witness.run([part for _, _, part, _ in parts])
+        start = time.perf_counter()
+        taken = self._witness.run([part for _, _, part, _ in parts])
+        self.requests_ms.append(1000 * (time.perf_counter() - start) - taken)
         for number, call, part, take in parts:
             entry.parts += 1
             difference = words_differ(take(call.o), part.o)

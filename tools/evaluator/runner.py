@@ -311,11 +311,12 @@ class Runner:
             self.poison()
         raise WorkerFailure("RUNTIME_ERROR", self.name, "asks for more workspace every time it is asked")
 
-    def run(self, calls: list[Call], *, stream: str = "side", route: str | None = None) -> None:
-        """Run calls once, in order, and wait."""
+    def run(self, calls: list[Call], *, stream: str = "side", route: str | None = None) -> float:
+        """Run calls once, in order, and wait; the milliseconds that the worker says it took."""
         if self.poison_workspace:
             self.poison()
-        self._with_workspace("call", calls, stream=stream, route=route)
+        taken = self._with_workspace("call", calls, stream=stream, route=route).get("ms")
+        return float(taken) if isinstance(taken, int | float) else 0.0
 
     def capture(self, calls: list[Call], *, route: str | None = None) -> int:
         """Capture calls as one graph and return its number."""

@@ -192,7 +192,7 @@ class Timer:
                     raise
                 lost[racer.name] = problem.message
         self._race(passes, entries, draw)
-        usual_ms = max([2 * high(passes.pings_ms), *(high(unseen_ms(entry)) for entry in entries if not entry.racer.fixed)])
+        usual_ms = max([2 * high(passes.requests_ms), *(high(unseen_ms(entry)) for entry in entries if not entry.racer.fixed)])
         record: dict[str, Any] = {
             "same_as": None,
             "calls": count,
