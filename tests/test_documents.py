@@ -40,6 +40,28 @@ def test_a_table_is_taken_from_raw_samples(tmp_path: Path) -> None:
     assert "4.0 µs (1.50x)" in rendered(text, "x.md", tmp_path)
 
 
+def test_scores_are_counted_again(tmp_path: Path) -> None:
+    """From what each mutant, exploit and trial did, whatever the record claims as its sum."""
+    mutants = [
+        {"name": "a", "result": "killed", "subtle": True, "witness_only": False},
+        {"name": "b", "result": "survived", "subtle": True, "witness_only": True},
+    ]
+    exploits = [
+        {"guard": "clock", "refused": True, "succeeds_without_guard": True, "control": "PASSED"},
+        {"guard": None, "refused": False, "succeeds_without_guard": None, "control": "REFUSED"},
+    ]
+    records = {
+        "mutants": ({"corpora": {"cpu": {"target": "cpu", "killed": 2, "mutants": mutants}}}, "| cpu | 1 of 2 | 2 | 1 | b |"),
+        "exploits": ({"gpu": "cpu", "score": "2/2", "exploits": exploits}, "| cpu | 1 of 2 | 1 of 1 | 1 of 2 |"),
+    }
+    for kind, (record, line) in records.items():
+        (tmp_path / "r.json").write_text(json.dumps(record))
+        text = f"<!-- table: {kind} r.json r.json -->\n<!-- end of table -->\n"
+        assert rendered(text, "x.md", tmp_path).count(line) == 2, kind
+    with pytest.raises(UserError, match="takes one report"):
+        rendered("<!-- table: grid r.json r.json -->\n<!-- end of table -->\n", "x.md", tmp_path)
+
+
 @pytest.mark.parametrize(
     ("kind", "path", "word"),
     [("grid", "missing.json", "missing.json"), ("pie", "r.json", "pie"), ("grid", "r.json", "REFUSED")],

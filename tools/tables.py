@@ -3,9 +3,10 @@
     python tools/tables.py            # rewrite every table in README.md and experimental/README.md
     python tools/tables.py --check    # say which table differs from its evidence; exit 1
 
-A table stands between `<!-- table: KIND PATH -->` and `<!-- end of table -->`, PATH being a report of evaluate.py under
-the repository's root. KIND: `grid` (each cell's time and its ratio to the fastest library), `checks` (what was compared,
-in words) or `summary` (one line of geometric means). Medians are taken from the raw samples again.
+A table stands between `<!-- table: KIND PATH... -->` and `<!-- end of table -->`. From a report of evaluate.py: `grid`
+(each cell's time and its ratio to the fastest library), `checks` (what was compared, in words), `summary` (geometric
+means); medians are taken from the raw samples again. From several records, a row each: `mutants` (evaluate.py
+--mutation-score), `exploits` (tests/exploits/run.py), `trials` (evaluate.py --promotion-trials).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from tools.core.files import REPO_ROOT, show_path
 from tools.evaluator.statistics import geometric_mean, median
 
 DOCUMENTS = ("README.md", "experimental/README.md")
-TABLE = re.compile(r"(<!-- table: (\w+) (\S+) -->\n)(.*?)(<!-- end of table -->)", re.S)
+TABLE = re.compile(r"(<!-- table: (\w+) (\S+(?: \S+)*) -->\n)(.*?)(<!-- end of table -->)", re.S)
 KINDS = {"prefill": "Prefill", "update": "Policy update (prompt + 128 tokens)", "decode": "Decode"}
 
 
@@ -85,6 +86,48 @@ def checks(report: dict[str, Any]) -> list[str]:
     return lines
 
 
+def mutants(record: dict[str, Any]) -> list[str]:
+    """One corpus of numerical mutants a line, survivors named."""
+    lines = []
+    for corpus in record["corpora"].values():
+        found = corpus["mutants"]
+        killed = [mutant for mutant in found if mutant["result"] == "killed"]
+        left = [mutant["name"] for mutant in found if mutant["result"] != "killed"]
+        subtle, only = (sum(bool(mutant[key]) for mutant in found) for key in ("subtle", "witness_only"))
+        lines.append(
+            f"| {corpus['target']} | {len(killed)} of {len(found)} | {subtle} | {only} | {', '.join(left) or 'none'} |"
+        )
+    return lines
+
+
+def exploits(record: dict[str, Any]) -> list[str]:
+    """One corpus of exploits a line."""
+    found = record["exploits"]
+    stopped = sum(exploit["refused"] for exploit in found)
+    guarded = [exploit for exploit in found if exploit["guard"]]
+    succeed = sum(bool(exploit["succeeds_without_guard"]) for exploit in guarded)
+    passed = sum(exploit["control"] == "PASSED" for exploit in found)
+    return [f"| {record['gpu']} | {stopped} of {len(found)} | {succeed} of {len(guarded)} | {passed} of {len(found)} |"]
+
+
+def trials(record: dict[str, Any]) -> list[str]:
+    """One line a kind of trial."""
+    lines = []
+    for kind, part in record["summary"].items():
+        low, high = part["rate_interval"]
+        name = {"equal": "the incumbent's equal", "planted": "truly 3 % faster"}.get(kind, kind)
+        lines.append(
+            f"| {record['target']} | {name} | {part['promoted']} of {part['trials']} | {100 * low:.0f} to {100 * high:.0f} % |"
+        )
+    return lines
+
+
+HEADS = {
+    "mutants": "target | mutants killed | pass the fp64 gate alone | seen by the witness only | survivors",
+    "exploits": "target | exploits stopped | succeed with their guard off | honest controls passed",
+    "trials": "target | candidate | promoted | 95 % interval",
+}
+RECORDS: dict[str, Callable[[dict[str, Any]], list[str]]] = {"mutants": mutants, "exploits": exploits, "trials": trials}
 RENDER: dict[str, Callable[[dict[str, Any]], list[str]]] = {"grid": grid, "summary": summary, "checks": checks}
 
 
@@ -92,13 +135,23 @@ def rendered(text: str, where: str, root: Path = REPO_ROOT) -> str:
     """A document's text with all its tables written anew. Raises UserError for a kind or report that is not there."""
 
     def table(match: re.Match[str]) -> str:
-        kind, path = match[2], match[3]
-        if kind not in RENDER:
-            raise UserError(f"{where}: table kind {kind!r} is none of {', '.join(RENDER)}")
-        try:
-            report = json.loads((root / path).read_text())
-        except (OSError, ValueError) as problem:
-            raise UserError(f"{where}: table from {path}: {problem}") from None
+        kind, paths = match[2], match[3].split()
+        if kind not in (*RENDER, *RECORDS):
+            raise UserError(f"{where}: table kind {kind!r} is none of {', '.join((*RENDER, *RECORDS))}")
+        records = []
+        for path in paths:
+            try:
+                records.append(json.loads((root / path).read_text()))
+            except (OSError, ValueError) as problem:
+                raise UserError(f"{where}: table from {path}: {problem}") from None
+        if kind in RECORDS:
+            head = f"| {HEADS[kind]} |"
+            lines = [head, "| --- " * (head.count("|") - 1) + "|"]
+            lines += [line for record in records for line in RECORDS[kind](record)]
+            return match[1] + "\n".join(lines) + "\n" + match[4]
+        (report, *more), (path, *_) = records, paths
+        if more:
+            raise UserError(f"{where}: a table {kind!r} takes one report, not {len(records)}")
         if report.get("status") != "PASSED":
             raise UserError(f"{where}: {path} has status {report.get('status')!r}; only a passed report makes a table")
         return match[1] + "\n".join(RENDER[kind](report)) + "\n" + match[4]
