@@ -48,6 +48,11 @@ class CpuChunk:
         self._map = mmap.mmap(descriptor, nbytes)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
 
+    def free(self) -> None:
+        """The mapping goes with the last tensor of it."""
+        os.close(self.descriptors[0])
+        self.descriptors = ()
+
     def bytes_tensor(self) -> Any:
         import torch
 
@@ -109,6 +114,10 @@ class CudaChunk:
             driver.cuGetErrorString(code, ctypes.byref(text))
             reason = text.value.decode() if text.value else f"error {code}"
             raise UserError(f"{what} failed: {reason}")
+
+    def free(self) -> None:
+        """Give the allocation back. Only its maker may, when no tensor of it is used any more."""
+        ctypes.CDLL("libcuda.so.1").cuMemFree_v2(ctypes.c_uint64(self.address))
 
     def bytes_tensor(self) -> Any:
         import torch
@@ -260,6 +269,12 @@ class Arena:
                 chunk.used = 0
             for chunk, used in marks:
                 chunk.used = used
+
+    def close(self) -> None:
+        """Give all memory back; nothing of it may be used afterwards."""
+        for chunk in self._chunks:
+            chunk.memory.free()
+        self._chunks.clear()
 
     def capacity(self) -> int:
         return sum(chunk.memory.nbytes for chunk in self._chunks)

@@ -79,6 +79,8 @@ class Options:
     target: Target | None = None
     grid: Grid | None = None
     guards_off: frozenset[str] = frozenset()
+    cached: bool = False  # the candidate may come from the cache
+    observed: bool = True  # dispatch and counters after timing
 
 
 Show = Callable[[str, str], None]
@@ -269,12 +271,14 @@ class Judge:
             runner.kill()
             self.waited_s += runner.waited_s
         sandbox.kill_strays(live_workers())
-        if "candidate" in self.builds:
+        if "candidate" in self.builds and not self.options.cached:
             shutil.rmtree(self.builds["candidate"].library.parent, ignore_errors=True)
         for name, runner in self.runners.items():
             if runner.log().strip():
                 self.record["logs"][name] = runner.log()[-4000:]
         self.runners.clear()
+        if self.arena is not None:
+            self.arena.close()
 
     # ------------------------------------------------------------ stages
 
@@ -339,7 +343,9 @@ class Judge:
             start = time.monotonic()
             try:
                 # The candidate's library comes from no cache: whoever can write there could have put anything into it.
-                self.builds[role] = built = build(self.target, source, role=kind, fresh=role == "candidate")
+                self.builds[role] = built = build(
+                    self.target, source, role=kind, fresh=role == "candidate" and not self.options.cached
+                )
             except BuildError as problem:
                 if role == "candidate":
                     raise
@@ -495,7 +501,7 @@ class Judge:
         with _refusals():
             found = [timer.cell(cell, racers) for cell in self.cells]
         report.add_ratios(found)
-        if self.record["dispatch"] is None:
+        if self.record["dispatch"] is None and self.options.observed:
             with self._stage("dispatch"):
                 self.record["dispatch"] = dispatch.observe(
                     timer, self.arena, self.cells, racers, found, self._progress, self._profiled

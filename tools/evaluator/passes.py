@@ -20,7 +20,7 @@ from tools.evaluator.compare import poison_, unwritten, words_differ
 from tools.evaluator.grids import Cell
 from tools.evaluator.guards import Guards
 from tools.evaluator.inputs import Draw
-from tools.evaluator.parts import part_of
+from tools.evaluator.parts import Take, part_of
 from tools.evaluator.quiet import Quiet
 from tools.evaluator.runner import Call, Runner
 from tools.evaluator.statistics import median
@@ -75,7 +75,8 @@ class Inputs:
         scales = (1.0, 1.0, math.sqrt(max(1.0, cell.keys / math.e)))
         for pool, scale in zip(self._pools, scales, strict=True):
             draw.fill_(pool, scale)
-        self._true: list[list[Any]] = [[self._open[0]], list(self._open[1]), list(self._open[2])]
+        # What each set of q, k, v should hold: (pool's part, index in it).
+        self._true: list[list[tuple[Any, int]]] = [[(t, i) for i in range(t.shape[0])] for t in self._open]
         self._renew(0, self._open[1].shape[0])
 
     def renew(self, first: int, last: int) -> None:
@@ -92,21 +93,25 @@ class Inputs:
             place = 8 * SECRET.randrange(POOL_SLACK // 8) + (tensor[0].numel() * first if index else 0)
             source = pool[place : place + part.numel()].view(part.shape)
             part.copy_(source)
-            self._true[index][first:last] = list(source) if index else [source]
+            self._true[index][first:last] = [(source, i) for i in range(last - first)] if index else [(source[None], 0)]
 
     def calls(self, entry: str, outputs: Any) -> list[Call]:
         """Chained calls over the sets in turn. outputs: [calls, B, Hq, Sq, 128]."""
-        return self._calls(entry, outputs, [self._open[:1], list(self._open[1]), list(self._open[2])])
+        q, k, v = self._open[0], list(self._open[1]), list(self._open[2])
+        every = list(outputs)
+        return [Call(entry, every[i - 1] if i else q, k[i % len(k)], v[i % len(v)], out) for i, out in enumerate(every)]
 
-    def true_calls(self, entry: str, outputs: Any) -> list[Call]:
-        """The same calls, reading what no worker of a candidate could write, but for the outputs of earlier calls."""
-        return self._calls(entry, outputs, self._true) if self._guards.on("closed") else self.calls(entry, outputs)
-
-    @staticmethod
-    def _calls(entry: str, outputs: Any, tensors: list[list[Any]]) -> list[Call]:
-        (q,), k, v = tensors
-        sets = len(k)
-        return [Call(entry, outputs[i - 1] if i else q, k[i % sets], v[i % sets], outputs[i]) for i in range(outputs.shape[0])]
+    def true_call(self, entry: str, outputs: Any, number: int) -> Call:
+        """One of these calls, reading what no worker of a candidate could write, but for the output of the call before."""
+        if not self._guards.on("closed"):
+            places = [(t, number % t.shape[0]) for t in self._open[1:]]
+            q = self._open[0]
+        else:
+            places = [sets[number % len(sets)] for sets in self._true[1:]]
+            pool, index = self._true[0][0]
+            q = pool[index]
+        k, v = (tensor[index] for tensor, index in places)
+        return Call(entry, outputs[number - 1] if number else q, k, v, outputs[number])
 
 
 @dataclass
@@ -188,23 +193,27 @@ class Passes:
             self._differs(entry, f"{missing} words of the outputs of {last - first} calls were not written")
         if self._witness is None:
             return
-        calls = self._inputs.true_calls(self._cell.entry, entry.outputs)
         with self._arena.scope():
+            parts: list[tuple[int, Call, Call, Take]] = []
             if everything:
-                chosen = list(enumerate(calls))[first:last]
-                self._compare(entry, [(i, c, self._closed(c.entry, c.q, c.k, c.v), _whole) for i, c in chosen])
-                return
-            parts = []
-            for _ in range(PARTS[self._arena.device]):
-                number = SECRET.randrange(first, last)
-                part, take = part_of(calls[number], SECRET, PART_FLOP[self._arena.device], self._closed)
-                parts.append((number, calls[number], part, take))
+                for number in range(first, last):
+                    call = self.true_call(entry, number)
+                    parts.append((number, call, self._closed(call.entry, call.q, call.k, call.v), _whole))
+            else:
+                for _ in range(PARTS[self._arena.device]):
+                    number = SECRET.randrange(first, last)
+                    call = self.true_call(entry, number)
+                    part, take = part_of(call, SECRET, PART_FLOP[self._arena.device], self._closed)
+                    parts.append((number, call, part, take))
             self._compare(entry, parts)
+
+    def true_call(self, entry: Entry, number: int) -> Call:
+        return self._inputs.true_call(self._cell.entry, entry.outputs, number)
 
     def _closed(self, entry: str, q: Any, k: Any, v: Any, *, lse: bool = False, **options: Any) -> Call:
         return Call(entry, q, k, v, self._arena.empty(tuple(q.shape), closed=True), **options)
 
-    def _compare(self, entry: Entry, parts: list[tuple[int, Call, Call, Any]]) -> None:
+    def _compare(self, entry: Entry, parts: list[tuple[int, Call, Call, Take]]) -> None:
         assert self._witness is not None
         start = time.perf_counter()
         taken = self._witness.run([part for _, _, part, _ in parts])
