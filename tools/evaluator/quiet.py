@@ -60,8 +60,9 @@ class QuietCuda(Quiet):
         return float(start.elapsed_time(end))
 
     def settle(self) -> str | None:
-        if self._guards.on("l2"):
-            self._driver.cuCtxResetPersistingL2Cache()
+        if not self._guards.on("l2"):
+            return None
+        self._driver.cuCtxResetPersistingL2Cache()
         taken = min(self._write(), self._write())
         for _ in range(TRIES):
             if taken <= BUSY_RATIO * self._usual_ms + BUSY_MS:
