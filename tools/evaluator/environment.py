@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import importlib.metadata
 import os
 import platform
@@ -104,3 +106,15 @@ def record(device: str) -> dict[str, Any]:
         }
         found["gpu_state"] = gpu_state()
     return found
+
+
+def keep_still() -> None:
+    """On the CPU the judge shares the cores with those it times: one thread, since torch's others spin while they wait, and
+    memory that is kept when freed, since fresh pages cost more than the copies of results that they are for."""
+    import torch
+
+    torch.set_num_threads(1)
+    with contextlib.suppress(OSError, AttributeError):
+        c = ctypes.CDLL(None)
+        for option in (-1, -3):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD of malloc.h
+            c.mallopt(option, 1 << 30)

@@ -6,13 +6,12 @@ It never loads candidate code, and draws the seed after the candidate is loaded.
 
 from __future__ import annotations
 
-import ctypes
 import secrets
 import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -156,18 +155,6 @@ def _root_report(options: Options, target: Target) -> dict[str, Any] | None:
     return report.root(options.root_report, target, source)
 
 
-def _keep_still() -> None:
-    """On the CPU the judge shares the cores with those it times: one thread, since torch's others spin while they wait, and
-    memory that is kept when freed, since fresh pages cost more than the copies of results that they are for."""
-    import torch
-
-    torch.set_num_threads(1)
-    with suppress(OSError, AttributeError):
-        c = ctypes.CDLL(None)
-        for option in (-1, -3):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD of malloc.h
-            c.mallopt(option, 1 << 30)
-
-
 @contextmanager
 def _refusals() -> Iterator[None]:
     """What a timed pass can end with becomes a status."""
@@ -284,7 +271,7 @@ class Judge:
 
     def run(self) -> None:
         if self.device == "cpu":
-            _keep_still()
+            environment.keep_still()
         with self._stage("machine"):
             where = resolve_device(self.target, None)
             note = check_machine(self.target, where, allow_compat=self.options.allow_compat)

@@ -60,6 +60,7 @@ class Track:
         workloads, self._effort = config["workloads"], EFFORTS[self.device, "quick"]
         self.heads = (int(workloads["heads_q"]), int(workloads["heads_kv"]))
         if self.device == "cpu":
+            environment.keep_still()
             self._machine["l2_bytes"] = CPU_L2_BYTES
             workloads = CPU_WORKLOADS
         self.cells = cells(workloads, CUDA_CELLS if self.device == "cuda" else 0)
