@@ -27,14 +27,19 @@ REPORT = {
 }  # fmt: skip
 
 
-def test_tables_are_their_evidence() -> None:
+def test_tables_are_their_evidence(repo: Path) -> None:
     assert main(["--check"]) == 0
+    assert sum((repo / name).read_text().count("<!-- end of table -->") for name in DOCUMENTS) >= 6
 
 
 def test_a_table_is_taken_from_raw_samples(tmp_path: Path) -> None:
     (tmp_path / "r.json").write_text(json.dumps(REPORT))
     text = "<!-- table: grid r.json -->\nold\n<!-- end of table -->\n"
-    assert "3.0 µs (2.00x)" in rendered(text, "x.md", tmp_path)
+    once = rendered(text, "x.md", tmp_path)
+    assert "3.0 µs (2.00x)" in once and "old" not in once and once.endswith("<!-- end of table -->\n")
+    assert rendered(once, "x.md", tmp_path) == once
+    with pytest.raises(UserError, match="without its end"):
+        rendered("<!-- table: grid r.json -->\n", "x.md", tmp_path)
     REPORT["timing"]["cells"][0]["modes"]["cold"]["kernels"]["candidate"]["samples_us"][2] = 4.0  # type: ignore[index]
     (tmp_path / "r.json").write_text(json.dumps(REPORT))
     assert "4.0 µs (1.50x)" in rendered(text, "x.md", tmp_path)
@@ -43,8 +48,8 @@ def test_a_table_is_taken_from_raw_samples(tmp_path: Path) -> None:
 def test_scores_are_counted_again(tmp_path: Path) -> None:
     """From what each mutant, exploit and trial did, whatever the record claims as its sum."""
     mutants = [
-        {"name": "a", "result": "killed", "subtle": True, "witness_only": False},
-        {"name": "b", "result": "survived", "subtle": True, "witness_only": True},
+        {"name": "a", "status": "killed", "subtle": True, "witness_only": False},
+        {"name": "b", "status": "survived", "subtle": True, "witness_only": True},
     ]
     exploits = [
         {"guard": "clock", "refused": True, "succeeds_without_guard": True, "control": "PASSED"},
@@ -52,6 +57,14 @@ def test_scores_are_counted_again(tmp_path: Path) -> None:
     ]
     records = {
         "mutants": ({"corpora": {"cpu": {"target": "cpu", "killed": 2, "mutants": mutants}}}, "| cpu | 1 of 2 | 2 | 1 | b |"),
+        "trials": (
+            {
+                "target": "cpu",
+                "summary": {"equal": {"promoted": 9, "rate_interval": [0.0, 0.5]}},
+                "trials": {"equal": [{"promoted": False}, {"promoted": True}]},
+            },
+            "| cpu | the incumbent's equal | 1 of 2 | 0 to 50 % |",
+        ),
         "exploits": ({"gpu": "cpu", "score": "2/2", "exploits": exploits}, "| cpu | 1 of 2 | 1 of 1 | 1 of 2 |"),
     }
     for kind, (record, line) in records.items():

@@ -91,8 +91,8 @@ def mutants(record: dict[str, Any]) -> list[str]:
     lines = []
     for corpus in record["corpora"].values():
         found = corpus["mutants"]
-        killed = [mutant for mutant in found if mutant["result"] == "killed"]
-        left = [mutant["name"] for mutant in found if mutant["result"] != "killed"]
+        killed = [mutant for mutant in found if mutant["status"] == "killed"]
+        left = [mutant["name"] for mutant in found if mutant["status"] != "killed"]
         subtle, only = (sum(bool(mutant[key]) for mutant in found) for key in ("subtle", "witness_only"))
         lines.append(
             f"| {corpus['target']} | {len(killed)} of {len(found)} | {subtle} | {only} | {', '.join(left) or 'none'} |"
@@ -113,12 +113,11 @@ def exploits(record: dict[str, Any]) -> list[str]:
 def trials(record: dict[str, Any]) -> list[str]:
     """One line a kind of trial."""
     lines = []
-    for kind, part in record["summary"].items():
-        low, high = part["rate_interval"]
+    for kind, every in record["trials"].items():
+        low, high = record["summary"][kind]["rate_interval"]
         name = {"equal": "the incumbent's equal", "planted": "truly 3 % faster"}.get(kind, kind)
-        lines.append(
-            f"| {record['target']} | {name} | {part['promoted']} of {part['trials']} | {100 * low:.0f} to {100 * high:.0f} % |"
-        )
+        promoted = sum(trial["promoted"] for trial in every)
+        lines.append(f"| {record['target']} | {name} | {promoted} of {len(every)} | {100 * low:.0f} to {100 * high:.0f} % |")
     return lines
 
 
@@ -148,14 +147,16 @@ def rendered(text: str, where: str, root: Path = REPO_ROOT) -> str:
             head = f"| {HEADS[kind]} |"
             lines = [head, "| --- " * (head.count("|") - 1) + "|"]
             lines += [line for record in records for line in RECORDS[kind](record)]
-            return match[1] + "\n".join(lines) + "\n" + match[4]
+            return match[1] + "\n".join(lines) + "\n" + match[5]
         (report, *more), (path, *_) = records, paths
         if more:
             raise UserError(f"{where}: a table {kind!r} takes one report, not {len(records)}")
         if report.get("status") != "PASSED":
             raise UserError(f"{where}: {path} has status {report.get('status')!r}; only a passed report makes a table")
-        return match[1] + "\n".join(RENDER[kind](report)) + "\n" + match[4]
+        return match[1] + "\n".join(RENDER[kind](report)) + "\n" + match[5]
 
+    if text.count("<!-- table: ") != len(TABLE.findall(text)):
+        raise UserError(f"{where}: a table without its end: <!-- end of table --> stands below each")
     return TABLE.sub(table, text)
 
 
