@@ -70,6 +70,20 @@ def _cells(report: dict[str, Any], mode: str) -> Table:
     return table
 
 
+def _divergence(record: dict[str, Any]) -> str:
+    """What the localiser found, in one line."""
+    parts = []
+    if stage := record["stage"]:
+        tile = f" in the keys {stage['tile'][0]} to {stage['tile'][1] - 1}" if stage["tile"] else ""
+        parts.append(f"diverges first in {stage['first'] or 'no stage that was told apart'}{tile}")
+    if where := record["where"]:
+        place = f"batch {where['batch']}, head {where['head']}, row {where['row']}"
+        parts.append(f"{place}: {where['got']} for {where['expected']}")
+    if far := record["how_far"]:
+        parts.append(f"{far['differing']} of {far['words']} words, up to {far['ulp_max']} units in the last place")
+    return "; ".join([*parts, *record["notes"]])
+
+
 def show(console: Console, report: dict[str, Any]) -> None:
     """The verdict with what it rests on."""
     correctness = report["correctness"]
@@ -101,6 +115,8 @@ def show(console: Console, report: dict[str, Any]) -> None:
                     highlight=False,
                     markup=False,
                 )
+                if "divergence" in failure:
+                    console.print(f"    {_divergence(failure['divergence'])}", soft_wrap=True, highlight=False, markup=False)
     if report["timing"] is not None:
         for mode in ("cold", "hot"):
             if any(not cell["modes"][mode]["same_as"] for cell in report["timing"]["cells"]):
@@ -117,6 +133,9 @@ def show(console: Console, report: dict[str, Any]) -> None:
     for name, found in report["baselines"].items():
         if not found["available"]:
             console.print(f"  {name}: unavailable: {found['reason']}", soft_wrap=True, highlight=False, markup=False)
+    for measure, state in report["confinement"].get("candidate", {}).items():
+        if state != "enforced":
+            console.print(f"  confinement: {measure}: {state}", soft_wrap=True, highlight=False, markup=False)
     for note in report["notes"]:
         console.print(f"  note: {note}", soft_wrap=True, highlight=False, markup=False)
     if report["promotion"] is not None:
