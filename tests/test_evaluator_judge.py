@@ -263,7 +263,7 @@ def test_a_promotion_goes_through_the_sealed_cases(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(judge, "load_target", lambda *_: target)
     better = {"verdict": "better", "why": "said so", "sessions": 1}
     monkeypatch.setattr(judge.promotion, "compare", lambda sessions, w, noise=True: better)
-    monkeypatch.setattr(judge.Judge, "_blockers", lambda self: [])
+    monkeypatch.setattr(judge.Judge, "_blockers", lambda self, root: [])
     honest = target.source()
     got = evaluate(tmp_path, root=honest, incumbent=honest)
     assert got["status"] == "PASSED", got["reason"]

@@ -180,13 +180,15 @@ def test_channel_gives_up_on_an_endless_message() -> None:
 
 def test_descriptors_travel_and_unwanted_ones_are_closed() -> None:
     ours, theirs = socket.socketpair()
-    first, second = Channel(ours), Channel(theirs)
+    first, second = Channel(ours), Channel(theirs, takes=True)
     descriptor = os.memfd_create("x")
     first.send({"id": 1}, descriptors=(descriptor,))
     assert second.receive(1) == {"id": 1}
     (got,) = second.descriptors
     assert os.path.sameopenfile(got, descriptor)
-    second.refuse_descriptors()
+    second.send({"id": 2}, descriptors=(descriptor,))
+    assert first.receive(1) == {"id": 2} and not first.descriptors
+    second.close()
     with pytest.raises(OSError):
         os.fstat(got)
     os.close(descriptor)

@@ -212,7 +212,7 @@ int run(Entry entry, const UnifiedAttnParams* given) {
         for (int d = 0; d < 128; d++)
           if (is_nan(((const uint16_t*)a.v)[a.v_stride[0] + h * a.v_stride[1] + j * a.v_stride[2] + d])) *first ^= 1;
   if (fault == size_256 && entry == PREFILL && a.seqlen_q == 256) *row(a, 0, 0, 255) ^= 1;
-  if (fault == odd_kv_heads && entry == DECODE && a.heads_kv > 1 && a.heads_kv % 2) first[127] ^= 1;
+  if (fault == odd_kv_heads && entry == DECODE && a.heads_kv % 2) first[127] ^= 1;
   if (fault == every_output) each_word(a, [](uint16_t w) { return (uint16_t)(w & 0x7fff ? w ^ 1 : w); });
   if (fault == writes_before && dense && a.o_stride[2] == 128) first[-1] ^= 1;
   if (fault == writes_input) *(uint16_t*)a.k ^= 1;

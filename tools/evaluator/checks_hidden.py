@@ -92,7 +92,7 @@ def _packed(ctx: Context, shape: Shape, random: Any) -> None:
     starts = [sum(lengths[:number]) for number in range(len(lengths) + 1)]
     total, heads = starts[-1], (shape.group * shape.heads_kv, shape.heads_kv)
     q, k, v = (ctx.tensor(total, count, 128) for count in (heads[0], heads[1], heads[1]))
-    inputs.normal(ctx.draw, q, k, v)
+    inputs.KINDS[shape.kind](ctx.draw, *(t.transpose(0, 1).unsqueeze(0) for t in (q, k, v)))
     out, lse = ctx.run("packed", q, k, v, cu_seqlens=ctx.ints(starts), max_seqlen=max(lengths))
     b = random.randrange(shape.batch)
     row = random.randrange(lengths[b])

@@ -43,7 +43,7 @@ def observe(
     ]
     records = {cell["name"]: cell["modes"]["cold"] for cell in measured}
     found: dict[str, Any] = {}
-    racers = [replace(racer, runner=fresh(racer.name)) if racer.fixed else racer for racer in racers]
+    racers = [_profiled(racer, fresh) for racer in racers]
     start = time.monotonic()
     for cell in dict.fromkeys([*ends, *cells]):
         if time.monotonic() - start > BUDGET_S:
@@ -59,6 +59,16 @@ def observe(
                     **_profile(timer, cell, racer, record["route"]),
                 }
     return found
+
+
+def _profiled(racer: Racer, fresh: Callable[[str], Runner]) -> Racer:
+    """The racer in a worker that can be profiled; as it is, where there is none."""
+    if not racer.fixed:
+        return racer
+    try:
+        return replace(racer, runner=fresh(racer.name))
+    except WorkerFailure:
+        return racer
 
 
 def _profile(timer: Timer, cell: Cell, racer: Racer, route: str | None) -> dict[str, Any]:

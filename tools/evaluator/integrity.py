@@ -9,7 +9,7 @@ from tools.core.config import Target, load_target, target_names
 from tools.core.errors import UserError
 from tools.core.files import REPO_ROOT, sha256_file, show_path
 
-DECIDING = ("tools/core", "tools/evaluator", "tools/loader")
+DECIDING = ("tools/core", "tools/evaluator", "tools/fuzzer", "tools/loader")
 LIMITS_THAT_REFUSE = ("max_slowdown", "accuracy_ratio", "accuracy_rms")  # a larger value lets more pass
 
 

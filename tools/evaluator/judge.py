@@ -140,7 +140,10 @@ def evaluate(options: Options, show: Show) -> dict[str, Any]:
         raise
     finally:
         with _undisturbed():
-            judge.close()
+            try:
+                judge.close()
+            except Exception as problem:  # the report is worth more than a clean end
+                record["notes"].append(f"not everything was ended: {type(problem).__name__}: {problem}")
             record["run"]["seconds"] = round(time.monotonic() - started, 3)
             record["run"]["judge_seconds"] = round(max(0.0, time.monotonic() - started - judge.waited_s), 3)
             written = report.write(options.output, record)
@@ -354,12 +357,17 @@ class Judge:
     def _inspect(self, role: str, built: Built) -> None:
         """Static evidence; a candidate, root or incumbent that asks for more than a kernel needs is refused."""
         parent = self.options.incumbent or self.options.root
-        base = build(self.target, parent) if role == "candidate" and parent is not None else None
+        base = None
+        if role == "candidate" and parent is not None:
+            try:
+                base = build(self.target, parent)
+            except BuildError as problem:
+                raise Stop("REFUSED", f"the candidate's parent does not build: {problem}") from None
         evidence = static.inspect(built, self.device, base)
         self.record["builds"][role]["static"] = evidence
-        problem = static.refusal(evidence)
-        if problem and self.guards.on("imports"):
-            raise Stop("REFUSED", f"{role}: {show_path(built.source)}: {problem}")
+        refusal = evidence["refusal"]
+        if refusal and self.guards.on("imports"):
+            raise Stop("REFUSED", f"{role}: {show_path(built.source)}: {refusal}")
 
     def _profiled(self, role: str) -> Runner:
         """A fresh worker of a role that a profiler may look into."""
@@ -525,7 +533,7 @@ class Judge:
             self.record["notes"].append("times of a compatibility run are proxies and enter no result")
 
     def _promotion(self, first: list[dict[str, Any]], root: dict[str, float] | None) -> None:
-        blockers = self._blockers()
+        blockers = self._blockers(root)
         problems = objective.admissible(first, root, self.limits["max_slowdown"]) if root is not None else []
         comparison, sealed = None, None
         if "incumbent" in self.builds and not problems:
@@ -542,14 +550,15 @@ class Judge:
                 sealed = self._sealed() if self.guards.on("sealed") else True
         self.record["promotion"] = promotion.record(first, comparison, root, self.limits["max_slowdown"], blockers, sealed)
 
-    def _blockers(self) -> list[str]:
+    def _blockers(self, root: dict[str, float] | None) -> list[str]:
         """Why this run may promote nothing, whatever it measures."""
         guards = sorted(self.guards.off)
         reasons = {
             "the seed was given": self.options.seed is not None,
             "a compatibility run": self.record["compatibility"],
             "not the full cases": self.options.cases != "full",
-            "no root to be admissible under": self.root_report is None and "root" not in self.builds,
+            "no root to be admissible under": root is None,
+            "the root lacks cells": root is not None and any(cell.name not in root for cell in self.cells),
             f"guards were off: {', '.join(guards)}": bool(guards),
         }
         return [reason for reason, holds in reasons.items() if holds]
@@ -562,10 +571,13 @@ class Judge:
             racers = [racer for racer in self._racers(RACING) if racer.fixed]
             cells = self.target.config["workloads"], float(self.limits["max_slowdown"])
             return sealed_cases(self._context, lambda seed: self._timer(seed, lambda text: None), racers, *cells)
-        except WorkerFailure:
+        except Stop:
+            raise
+        except Exception:  # whatever it was, nothing of it is told
             return False
         finally:
-            self.runners.pop("candidate").kill()
+            if (fresh := self.runners.pop("candidate", None)) is not None:
+                fresh.kill()
             self.runners["candidate"] = kept
 
     def _respawn(self, roles: list[str]) -> None:

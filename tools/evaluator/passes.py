@@ -27,6 +27,7 @@ from tools.evaluator.statistics import median
 
 PART_FLOP = {"cpu": 3e6, "cuda": 2e10}  # of one part on the witness
 PARTS = {"cpu": 2, "cuda": 3}  # verified a pass
+V_SHARE = 0.2  # V is sqrt(V_SHARE * keys) large, so that outputs, the next queries, neither grow nor vanish along a chain
 POOL_SLACK = 8192  # words: inputs start somewhere in them
 SECRET = random.SystemRandom()  # what no seed can tell
 USUAL = 0.75  # what is usual: what this share of all requests does not exceed
@@ -72,28 +73,34 @@ class Inputs:
         self._guards = guards
         self._open = [arena.empty(shape) for shape in shapes]
         self._pools = [arena.empty((math.prod(shape) + POOL_SLACK,), closed=True) for shape in shapes]
-        scales = (1.0, 1.0, math.sqrt(max(1.0, cell.keys / math.e)))
+        scales = (1.0, 1.0, math.sqrt(max(1.0, V_SHARE * cell.keys)))
         for pool, scale in zip(self._pools, scales, strict=True):
             draw.fill_(pool, scale)
         # What each set of q, k, v should hold: (pool's part, index in it).
         self._true: list[list[tuple[Any, int]]] = [[(t, i) for i in range(t.shape[0])] for t in self._open]
-        self._renew(0, self._open[1].shape[0])
+        self._queried = 0, self._open[0]  # the call whose query came from the pool, and that query
+        self._renew(0, self._open[1].shape[0], 0, self._open[0])
 
-    def renew(self, first: int, last: int) -> None:
-        """Other values in every word that the calls first .. last - 1 read, but for outputs of earlier calls."""
+    def renew(self, first: int, last: int, q: Any) -> None:
+        """Other values in every word that the calls first .. last - 1 read, but for outputs of each other.
+
+        q: what the first of them reads as its query, the output of a call before or the inputs' own q.
+        """
         if self._guards.on("fresh"):
             sets = self._open[1].shape[0]
-            self._renew(*((first, last) if last <= sets else (0, sets)))
+            low, high = (first, last) if last <= sets else (0, sets)
+            self._renew(low, high, first, q)
 
-    def _renew(self, first: int, last: int) -> None:
-        for index, (tensor, pool) in enumerate(zip(self._open, self._pools, strict=True)):
-            if index == 0 and first > 0:
-                continue
-            part = tensor if index == 0 else tensor[first:last]
-            place = 8 * SECRET.randrange(POOL_SLACK // 8) + (tensor[0].numel() * first if index else 0)
-            source = pool[place : place + part.numel()].view(part.shape)
+    def _renew(self, first: int, last: int, call: int, q: Any) -> None:
+        place = 8 * SECRET.randrange(POOL_SLACK // 8)
+        self._queried = call, self._pools[0][place : place + q.numel()].view(q.shape)
+        q.copy_(self._queried[1])
+        for index in (1, 2):
+            part = self._open[index][first:last]
+            place = 8 * SECRET.randrange(POOL_SLACK // 8) + part[0].numel() * first
+            source = self._pools[index][place : place + part.numel()].view(part.shape)
             part.copy_(source)
-            self._true[index][first:last] = [(source, i) for i in range(last - first)] if index else [(source[None], 0)]
+            self._true[index][first:last] = [(source, i) for i in range(last - first)]
 
     def calls(self, entry: str, outputs: Any) -> list[Call]:
         """Chained calls over the sets in turn. outputs: [calls, B, Hq, Sq, 128]."""
@@ -103,15 +110,15 @@ class Inputs:
 
     def true_call(self, entry: str, outputs: Any, number: int) -> Call:
         """One of these calls, reading what no worker of a candidate could write, but for the output of the call before."""
+        q = outputs[number - 1] if number else self._open[0]
         if not self._guards.on("closed"):
             places = [(t, number % t.shape[0]) for t in self._open[1:]]
-            q = self._open[0]
         else:
             places = [sets[number % len(sets)] for sets in self._true[1:]]
-            pool, index = self._true[0][0]
-            q = pool[index]
+            if number == self._queried[0]:
+                q = self._queried[1]
         k, v = (tensor[index] for tensor, index in places)
-        return Call(entry, outputs[number - 1] if number else q, k, v, outputs[number])
+        return Call(entry, q, k, v, outputs[number])
 
 
 @dataclass
@@ -183,7 +190,7 @@ class Passes:
         runner.replay_all(entry.graph)
 
     def prepare(self, entry: Entry, first: int, last: int) -> None:
-        self._inputs.renew(first, last)
+        self._inputs.renew(first, last, entry.calls[first].q)
         if self._guards.on("poison"):
             poison_(entry.outputs[first:last])
 
@@ -244,6 +251,11 @@ def high(values: list[float]) -> float:
     return sorted(values)[min(len(values) - 1, int(USUAL * len(values)))]
 
 
+def allowance_ms(usual_ms: float) -> float:
+    """What the judge's clock may see of a pass beyond the worker's, apart from what grows with the pass."""
+    return CLOCK_USUAL * usual_ms + CLOCK_MS
+
+
 def unseen_ms(entry: Entry) -> list[float]:
     """How much longer the judge's clock saw each pass than the worker's, in milliseconds."""
     every = zip(entry.judge_ms, entry.worker_ms, entry.spans, strict=True)
@@ -260,6 +272,6 @@ def clock_problem(entry: Entry, usual_ms: float, device: str) -> str | None:
     """
     unseen, said = median(unseen_ms(entry)), entry.span * median(entry.worker_ms)
     calls = entry.span if device == "cpu" else 0
-    if unseen <= CLOCK_USUAL * usual_ms + CLOCK_MS + CLOCK_CALL_MS * calls + CLOCK_SHARE * said:
+    if unseen <= allowance_ms(usual_ms) + CLOCK_CALL_MS * calls + CLOCK_SHARE * said:
         return None
     return f"the worker's clock counted {said:.3f} ms a pass, the judge's {said + unseen:.3f} ms"

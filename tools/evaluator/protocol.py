@@ -34,10 +34,10 @@ class ChannelGarbage(Exception):
 
 
 class Channel:
-    """One end of the socket pair, which the channel owns from here on."""
+    """One end of the socket pair, which the channel owns from here on. takes: whether it accepts descriptors."""
 
-    def __init__(self, end: socket.socket) -> None:
-        self._socket = end
+    def __init__(self, end: socket.socket, *, takes: bool = False) -> None:
+        self._socket, self._takes = end, takes
         self._pending = b""
         self.descriptors: list[int] = []  # received and not yet taken
 
@@ -68,10 +68,13 @@ class Channel:
             if not select.select([self._socket], [], [], wait)[0]:
                 raise ChannelTimeout(f"no reply in {timeout_s:g} s")
             try:
-                part, descriptors, _, _ = socket.recv_fds(self._socket, 1 << 16, 4)
+                if self._takes:
+                    part, descriptors, _, _ = socket.recv_fds(self._socket, 1 << 16, 4)
+                    self.descriptors += descriptors
+                else:  # the kernel drops what is sent along
+                    part = self._socket.recv(1 << 16)
             except OSError as problem:  # reset by a dying worker
                 raise ChannelClosed(str(problem)) from problem
-            self.descriptors += descriptors
             if not part:
                 raise ChannelClosed("the socket was closed")
             self._pending += part
@@ -95,11 +98,7 @@ class Channel:
         except OSError:
             return False
 
-    def refuse_descriptors(self) -> None:
-        """Close whatever descriptors the other side sent along."""
+    def close(self) -> None:
         while self.descriptors:
             os.close(self.descriptors.pop())
-
-    def close(self) -> None:
-        self.refuse_descriptors()
         self._socket.close()

@@ -8,7 +8,6 @@ stopped (SIGSTOP): what it answered with is all that it did, and it takes no tim
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import signal
 import socket
@@ -27,9 +26,12 @@ from tools.evaluator.guards import ALL, Guards
 from tools.evaluator.protocol import Channel, ChannelClosed, ChannelGarbage, ChannelTimeout
 
 LOG_BYTES = 64 << 10
+LONGEST_MS = 1e9  # of anything that a worker times
 MAX_WORKSPACE_BYTES = {"cpu": 1 << 30, "cuda": 8 << 30}  # of all that a worker asks for
 PRIVATE_BYTES = 8 << 30  # of a confined CPU worker's own memory
 START_TIMEOUT_S = 120.0
+STOP_TIMEOUT_S = 10.0
+AWAKE_S = 0.002  # of processor time that a stopped worker may seem to use
 POISONS = (0xFF, 0x7F, 0xA5)  # bytes written over workspaces; 0xFF.. and 0x7F.. read as NaN in every float format
 
 
@@ -109,7 +111,7 @@ class Runner:
         self._workspace: Any = None
         self._workspace_left = MAX_WORKSPACE_BYTES[arena.device]
         self.poison_workspace = True
-        self._stopped = False
+        self._stopped, self._processor_s = False, 0.0
         self._scratch = tempfile.TemporaryDirectory(prefix="areal-tik-")
         ours, theirs = socket.socketpair()
         command = [
@@ -162,10 +164,21 @@ class Runner:
 
     def _stop(self) -> None:
         """Stop every thread of the worker, and wait until it stands still."""
+        pid, deadline = self._process.pid, time.monotonic() + STOP_TIMEOUT_S
         with contextlib.suppress(ProcessLookupError, PermissionError, ChildProcessError):
-            os.killpg(self._process.pid, signal.SIGSTOP)
-            os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+            os.killpg(pid, signal.SIGSTOP)
+            while os.waitid(os.P_PID, pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
+                if time.monotonic() > deadline:
+                    raise self._fail("TIMEOUT", f"does not stop within {STOP_TIMEOUT_S:g} s")
+                time.sleep(20e-6)
             self._stopped = True
+            self._processor_s = self._processor_time()
+
+    def _processor_time(self) -> float:
+        """Processor seconds that the worker has used, as the kernel counts them."""
+        with contextlib.suppress(OSError):
+            return time.clock_gettime((~self._process.pid << 3) | 2)  # its CPUCLOCK_SCHED clock
+        return 0.0
 
     def _resume(self) -> None:
         if self._stopped:
@@ -204,6 +217,8 @@ class Runner:
         self._next += 1
         if self._channel.early():
             raise self._fail("RUNTIME_ERROR", f"rubbish: it answered before {cmd} was asked")
+        if self._stopped and self._processor_time() > self._processor_s + AWAKE_S:
+            raise self._fail("RUNTIME_ERROR", f"ran outside its turn, before {cmd}")
         self._resume()
         try:
             self._channel.send({"id": self._next, "cmd": cmd, **arguments}, self._timeout_s, descriptors)
@@ -227,7 +242,6 @@ class Runner:
             self.waited_s += time.monotonic() - start
         if self._guards.on("pause"):
             self._stop()
-        self._channel.refuse_descriptors()
         if reply.get("id") != self._next or not isinstance(reply.get("ok"), bool):
             raise self._fail("RUNTIME_ERROR", f"rubbish in reply to {cmd}: {str(reply)[:120]}")
         return reply
@@ -239,7 +253,8 @@ class Runner:
         self.post(cmd, descriptors, **arguments)
         reply = self.settle(cmd, timeout_s)
         if not reply["ok"] and "workspace" not in reply:
-            raise WorkerFailure("RUNTIME_ERROR", self.name, f"{cmd}: {reply.get('error')}")
+            text = str(reply.get("error"))[:2000].encode("utf-8", "replace").decode()
+            raise WorkerFailure("RUNTIME_ERROR", self.name, f"{cmd}: {text}")
         return reply
 
     # ------------------------------------------------------------ starting
@@ -250,10 +265,13 @@ class Runner:
     def load_library(self, path: str) -> dict[str, str]:
         """Confine the worker and load a kernel library into it; returns how far the confinement goes (sandbox.py)."""
         confine = self._guards.on("sandbox")
-        memory = PRIVATE_BYTES if self._arena.device == "cpu" else None
-        scratch = self._scratch.name if confine else None
-        reply = self.request("load", kind="library", name=path, scratch=scratch, memory_bytes=memory)
-        return dict(reply.get("sandbox") or {})
+        state: dict[str, str] = {}
+        if confine:  # answered before anything of the library runs
+            memory = PRIVATE_BYTES if self._arena.device == "cpu" else None
+            reply = self.request("confine", scratch=self._scratch.name, readable=[path], memory_bytes=memory)
+            state = {measure: str(reply["sandbox"][measure]) for measure in sandbox.MEASURES}
+        self.request("load", kind="library", name=path)
+        return state
 
     def load_provider(self, name: str) -> dict[str, Any]:
         return self.request("load", kind="provider", name=name, timeout_s=START_TIMEOUT_S)
@@ -306,6 +324,7 @@ class Runner:
             need = reply["workspace"]
             if not isinstance(need, int) or isinstance(need, bool) or not 0 < need <= self._workspace_left:
                 raise self._fail("RUNTIME_ERROR", f"asks for a workspace of {str(need)[:40]} bytes")
+            need = 1 << (need - 1).bit_length()  # so that one that grows step by step costs twice its end at most
             self._workspace_left -= need
             self._workspace = self._arena.keep(need, closed=self.trusted)
             self.poison()
@@ -316,7 +335,7 @@ class Runner:
         if self.poison_workspace:
             self.poison()
         taken = self._with_workspace("call", calls, stream=stream, route=route).get("ms")
-        return float(taken) if isinstance(taken, int | float) else 0.0
+        return float(taken) if isinstance(taken, int | float) and 0 <= taken < LONGEST_MS else 0.0
 
     def capture(self, calls: list[Call], *, route: str | None = None) -> int:
         """Capture calls as one graph and return its number."""
@@ -324,7 +343,7 @@ class Runner:
         self.poison()
         reply = self._with_workspace("capture", calls, graph=self._graphs, route=route)
         samples = reply.get("samples_per_pass")
-        if samples not in (1, len(calls)):
+        if type(samples) is not int or samples != (len(calls) if self._arena.device == "cpu" else 1):
             raise self._fail("RUNTIME_ERROR", f"rubbish in reply to capture: {str(reply)[:120]}")
         self._passes[self._graphs] = samples
         return self._graphs
@@ -352,7 +371,7 @@ class Runner:
         if not (
             isinstance(times, list)
             and len(times) == count
-            and all(isinstance(t, int | float) and not isinstance(t, bool) and 0 < t < math.inf for t in times)
+            and all(isinstance(t, int | float) and not isinstance(t, bool) and 0 < t < LONGEST_MS for t in times)
         ):
             raise self._fail("RUNTIME_ERROR", f"rubbish in reply to replay: {str(times)[:120]}")
         return [float(t) for t in times]

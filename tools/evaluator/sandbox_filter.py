@@ -34,7 +34,7 @@ REFUSED = {
     "network": "socket socketpair connect bind listen accept accept4 io_uring_setup io_uring_enter io_uring_register",
     "processes": "fork vfork execve execveat setsid setpgid",
     "other processes": "ptrace process_vm_readv process_vm_writev pidfd_open pidfd_getfd pidfd_send_signal kcmp tkill "
-    "process_madvise process_mrelease perf_event_open bpf userfaultfd ioprio_set lookup_dcookie inotify_init "
+    "timer_create process_madvise process_mrelease perf_event_open bpf userfaultfd ioprio_set lookup_dcookie inotify_init "
     "inotify_init1 inotify_add_watch fanotify_init fanotify_mark",
     "memory and queues shared by name": "shmget shmat shmctl semget semop semctl semtimedop msgget msgsnd msgrcv msgctl "
     "mq_open mq_unlink mq_timedsend mq_timedreceive mq_notify mq_getsetattr add_key request_key keyctl",

@@ -15,6 +15,7 @@ PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_CHILD_SUBREAPER, PR_S
 )  # fmt: skip
 
 _OLD: dict[str, tuple[int | None, int | None]] = {
+    "timer_create": (222, 107),
     "accept": (43, 202), "accept4": (288, 242), "acct": (163, 89), "add_key": (248, 217), "adjtimex": (159, 171),
     "bind": (49, 200), "bpf": (321, 280), "capset": (126, 91), "chmod": (90, None), "chown": (92, None),
     "chroot": (161, 51), "clock_adjtime": (305, 266), "clock_settime": (227, 112), "clone": (56, 220), "connect": (42, 203),

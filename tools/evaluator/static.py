@@ -66,6 +66,7 @@ def inspect(built: Built, device: str, parent: Built | None = None) -> dict[str,
         _add_kernels(evidence, code, built.resources)
     if parent is not None:
         _compare(evidence, parent)
+    evidence["refusal"] = refusal(evidence)  # before lists are cut
     bounded: dict[str, Any] = _bounded(evidence)
     return bounded
 

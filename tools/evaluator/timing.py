@@ -12,6 +12,7 @@ so that a drift of the clocks meets all of them. A time below what the operation
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +24,7 @@ from tools.evaluator.compare import poison_, unwritten
 from tools.evaluator.grids import Cell
 from tools.evaluator.guards import ALL, Guards
 from tools.evaluator.inputs import Draw
-from tools.evaluator.passes import Clocks, Entry, Inputs, Passes, Racer, Refused, clock_problem, high, unseen_ms
+from tools.evaluator.passes import Clocks, Entry, Inputs, Passes, Racer, Refused, allowance_ms, clock_problem, high, unseen_ms
 from tools.evaluator.quiet import open_quiet
 from tools.evaluator.runner import Call, Runner, WorkerFailure
 from tools.evaluator.statistics import median, median_interval
@@ -149,7 +150,7 @@ class Timer:
             "keys": cell.keys,
             "modes": {},
         }
-        racing = [racer for racer in racers if cell.phase in racer.phases and racer.runner.alive()]
+        racing = [racer for racer in racers if cell.phase in racer.phases and (racer.fixed or racer.runner.alive())]
         for mode in modes:
             if mode == "hot" and cell.input_bytes(*self._heads) > 2 * self._target["l2_bytes"]:
                 record["modes"]["hot"] = {"same_as": "cold"}
@@ -250,13 +251,14 @@ class Timer:
         """Warm up, then take turns."""
         effort, plans, whole = self._effort, dict[int, int](), list[float]()
         for entry in entries:
-            runner = entry.racer.runner
-            whole.append(max(1e-3, sum(runner.replay(entry.graph, runner.passes(entry.graph)))))
+            runner, start = entry.racer.runner, time.perf_counter()
+            runner.replay(entry.graph, runner.passes(entry.graph))
+            whole.append(max(1e-3, 1000 * (time.perf_counter() - start)))
             passes.warm(entry, min(50, int(effort.warm_ms / whole[-1])))
-        # Passes of all kernels are alike, whatever one of them claims of itself: what a request costs is shared by its calls.
-        slowest = max((once for once, entry in zip(whole, entries, strict=True) if entry.racer.fixed), default=0.0)
+        # Passes of all kernels are alike, long enough for the fastest: what a request costs is shared by its calls.
+        fastest = min((once for once, entry in zip(whole, entries, strict=True) if entry.racer.fixed), default=0.0)
         for number, entry in enumerate(entries):
-            once, entry.span = slowest if entry.racer.fixed else whole[number], len(entry.calls)
+            once, entry.span = fastest if entry.racer.fixed else whole[number], len(entry.calls)
             if entry.racer.runner.passes(entry.graph) > 1:  # one call a sample: as many as make a pass long enough to time
                 entry.span = max(1, min(entry.span, math.ceil(effort.pass_ms * entry.span / once)))
             once *= entry.span / len(entry.calls)
@@ -294,7 +296,7 @@ class Timer:
             if missing or not figure.within(self._limits["accuracy_rms"]):
                 runner.drop(entry.graph)
                 raise WorkerFailure("INACCURATE", entry.racer.name, f"{missing} words unwritten, RMS error {figure.rms:.5f}")
-        samples = [1000 * sample for sample in entry.worker_ms]
+        samples = [1000 * sample for sample in self._believed(entry, usual_ms)]
         low, high = median_interval(samples)
         entry.record = {
             "route": entry.route,
@@ -310,6 +312,14 @@ class Timer:
         }
         runner.drop(entry.graph)
         self._refuse_impossible(cell, mode, entry, usual_ms)
+
+    def _believed(self, entry: Entry, usual_ms: float) -> list[float]:
+        """A call's share of each pass in milliseconds: the worker's word, but no less than the judge's clock supports."""
+        if not entry.racer.fixed or not self._guards.on("clock"):
+            return entry.worker_ms
+        slack = allowance_ms(usual_ms)
+        every = zip(entry.worker_ms, entry.judge_ms, entry.spans, strict=True)
+        return [max(worker, judge - slack / span) for worker, judge, span in every]
 
     def _accuracy(self, cell: Cell, calls: list[Call], draw: Draw) -> oracle.Accuracy:
         """RMS error over some rows of some calls."""
@@ -328,8 +338,12 @@ class Timer:
         problem = None
         if taken < floor and self._guards.on("floor"):
             problem = f"{taken:.3f} us is below the floor of {floor:.3f} us that operations and bytes allow"
-        elif entry.racer.fixed and self._guards.on("clock") and (apart := clock_problem(entry, usual_ms, self.device)):
-            raise Clocks(f"{entry.racer.name}: {cell.name} {mode}: {apart}")
+        elif entry.racer.fixed and self._guards.on("clock"):
+            if apart := clock_problem(entry, usual_ms, self.device):
+                raise Clocks(f"{entry.racer.name}: {cell.name} {mode}: {apart}")
+            lasted = entry.span * median(entry.judge_ms)
+            if entry.span < len(entry.calls) and lasted < 0.5 * self._effort.pass_ms:  # it was slower when that was chosen
+                raise Clocks(f"{entry.racer.name}: {cell.name} {mode}: a pass of {lasted:.3f} ms is too short to time")
         if problem and entry.racer.fixed:
             raise Refused(f"{entry.racer.name}: {cell.name} {mode}: {problem}")
         if problem:

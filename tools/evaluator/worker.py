@@ -156,15 +156,15 @@ class Worker:
         self._mapping.open(chunk, handle, bytes, descriptors.pop() if descriptors else None)
         return {}
 
-    def do_load(self, kind: str, name: str, scratch: str | None = None, memory_bytes: int | None = None) -> dict[str, Any]:
+    def do_confine(self, scratch: str, readable: list[str], memory_bytes: int | None) -> dict[str, Any]:
+        return {"sandbox": sandbox.enter(scratch, readable, self._kind, memory_bytes=memory_bytes)}
+
+    def do_load(self, kind: str, name: str) -> dict[str, Any]:
         if kind == "provider":
             self._host = ProviderHost(name, self._mapping)
             return dict(self._host.describe())
-        state: dict[str, str] = {}
-        if scratch is not None:
-            state = sandbox.enter(scratch, [name], self._kind, memory_bytes=memory_bytes)
         self._host = LibraryHost(name, self._mapping)
-        return {"sandbox": state}
+        return {}
 
     def do_routes(self, entry: str) -> dict[str, Any]:
         return {"routes": self._host.provider.routes(entry)}
@@ -232,7 +232,7 @@ def main() -> int:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no orphan outlives a killed judge
     try:
-        Worker(Channel(socket.socket(fileno=options.socket)), options.device).serve()
+        Worker(Channel(socket.socket(fileno=options.socket), takes=True), options.device).serve()
     except ChannelClosed:
         return 1
     return 0

@@ -115,7 +115,12 @@ def build(
     cached = None
     if fresh:
         entry = _private_folder(top / "fresh" if fresh is True else Path(fresh).absolute(), inside=fresh is True)
-        facts = make(entry)
+        try:
+            facts = make(entry)
+        except BaseException:
+            if fresh is True:
+                shutil.rmtree(entry, ignore_errors=True)
+            raise
         for name in (LIBRARY, OBJECT):
             (entry / name).chmod(0o444)
     else:

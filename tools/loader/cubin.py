@@ -132,7 +132,8 @@ def _read_image(cubin: Elf, arch: str, found: DeviceCode) -> None:
             continue
         section = cubin.sections[symbol.section]
         if symbol.kind == STT_OBJECT and section.name.startswith(".nv.global"):
-            found.variables[plain(symbol.name)] = symbol.size
+            name = plain(symbol.name)
+            found.variables[name] = max(found.variables.get(name, 0), symbol.size)
         if symbol.kind == STT_FUNC and symbol.other & ENTRY_POINT:
             kernels.append((symbol.name, section, uses.get(index, {})))
     shown = demangle([name for name, _, _ in kernels])
