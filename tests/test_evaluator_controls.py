@@ -5,12 +5,16 @@ The faults are variants of tests/controls/perturb.cpp, real libraries in real wo
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from collections.abc import Iterator
 
 import evaluator_tools
 import pytest
 
 from tools.evaluator.cases import CHECKS
+from tools.evaluator.runner import WorkerFailure
 
 # The fault, the check that must catch it, and in which tally it must show.
 CONTROLS = [
@@ -79,6 +83,18 @@ def test_fault_is_caught(bench: evaluator_tools.Bench, fault: str, check: str, s
 def test_honest_library_passes(bench: evaluator_tools.Bench, honest: object, check: str) -> None:
     for tally in bench.perform(check, honest).values():  # type: ignore[arg-type]
         assert not tally.failed, tally.failures
+
+
+def test_a_worker_that_runs_outside_its_turn_is_found(bench: evaluator_tools.Bench) -> None:
+    """Stopped, its thread that never ends takes no time; woken by whatever means, the kernel's count of its time tells."""
+    with bench.running("burns") as runner:
+        assert not bench.perform("addresses", runner)["addresses"].failed
+        time.sleep(0.1)
+        runner.ping()
+        os.killpg(runner.pid, signal.SIGCONT)
+        time.sleep(0.1)
+        with pytest.raises(WorkerFailure, match="ran outside its turn"):
+            runner.ping()
 
 
 def test_every_check_has_a_control() -> None:

@@ -12,6 +12,7 @@
 #include <unistd.h>
 
 #include <map>
+#include <thread>
 #include <vector>
 
 #include "../../common/attn_abi.h"
@@ -58,6 +59,7 @@ enum Fault {
   writes_input,
   last_row_unwritten,
   late_change,
+  burns,
   crash,
   hang,
   early_exit,
@@ -124,6 +126,11 @@ int run(Entry entry, const UnifiedAttnParams* given) {
   if (fault == rubbish)
     for (int fd = 3; fd < 64; fd++) (void)!write(fd, "{\"ok\": true\n", 12);
   if (fault == slow) usleep(30000);
+  if (fault == burns && number == 1)
+    std::thread([] {
+      for (volatile int i = 0;; i++) {
+      }
+    }).detach();
   puts("a candidate may print what it likes");
 
   if (fault == swapped_heads && entry == DECODE && a.heads_kv == 2) {

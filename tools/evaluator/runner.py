@@ -149,6 +149,11 @@ class Runner:
     def log(self) -> str:
         return self._log.decode("utf-8", "replace")
 
+    @property
+    def pid(self) -> int:
+        """Of the worker, and of its process group."""
+        return self._process.pid
+
     def alive(self) -> bool:
         return self._process.poll() is None
 
