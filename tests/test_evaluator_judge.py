@@ -382,4 +382,6 @@ def test_interrupt_leaves_an_incomplete_report_and_no_worker(repo: Path, tmp_pat
     assert rest.strip().splitlines()[-1] == "error: interrupted"
     got = report.read(path)
     assert got["status"] == "INCOMPLETE" and got["reason"] == "interrupted"
+    cut = [check for check in got["correctness"]["checks"] if check["reason"] == "it was not finished"]
+    assert len(cut) == 1 and cut[0]["status"] == "skipped"
     assert not [pid for pid in workers if Path(f"/proc/{pid}").exists()]

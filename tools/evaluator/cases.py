@@ -57,7 +57,7 @@ class Tally:
             self.failures.append({"case": case, "what": what, **details})
 
     def record(self) -> dict[str, Any]:
-        status = "skipped" if self.skipped else "failed" if self.failed else "passed"
+        status = "failed" if self.failed else "skipped" if self.skipped else "passed"
         return {
             "name": self.name,
             "status": status,
@@ -156,8 +156,10 @@ class Context:
         elif "library" in item.needs and self.library is None:
             self.tally.skipped = "no library with this contract here"
         else:
+            self.tally.skipped = "it was not finished"
             try:
                 item.run(self)
+                self.tally.skipped = None
             finally:
                 self.tally.seconds = time.monotonic() - start
         return self.tally

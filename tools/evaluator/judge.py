@@ -12,7 +12,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -406,7 +406,7 @@ class Judge:
             candidate=self.runners["candidate"],
             witness=self.runners["witness"],
             seed=seed,
-            grid=self.grid,
+            grid=self.grid if seed == self.seed else replace(self.grid, hidden=2 * self.grid.hidden),
             tile=self.target.config["contract"]["tile"],
             cells=self.cells,
             heads=self.heads,
