@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 SMALLEST = 2.0**-133  # the smallest positive bf16 (subnormal)
-BLOCK = 8_388_593  # words: a prime, so that repetitions are aligned differently
+BLOCK = 1_048_573  # words: a prime, so that repetitions are aligned differently
 POISON = 0x7FFF  # a bf16 NaN
 
 
