@@ -357,11 +357,15 @@ def test_part_of_a_run_is_no_pass(repo: Path, tmp_path: Path) -> None:
 
 
 def test_same_seed_draws_the_same_cases(tmp_path: Path) -> None:
-    results = []
-    for name in ("a", "b"):
+    results, reasons = [], []
+    for name in ("a", "b", "c", "d"):  # a run that a busy machine cut short says nothing of seeds
         got = judge.evaluate(Options(gpu="cpu", output=tmp_path / name, cases="quick", only=("accuracy",), seed=5), quiet)
-        results.append(got["correctness"]["checks"][0]["notes"])
-    assert results[0] == results[1]
+        reasons.append(got["reason"])
+        if got["reason"].endswith("those that ran passed"):
+            results.append(got["correctness"]["checks"][0]["notes"])
+        if len(results) == 2:
+            break
+    assert len(results) == 2 and results[0] == results[1], (reasons, results)
 
 
 def test_interrupt_leaves_an_incomplete_report_and_no_worker(repo: Path, tmp_path: Path) -> None:
