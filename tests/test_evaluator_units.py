@@ -7,6 +7,7 @@ import os
 import random
 import socket
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,10 +19,13 @@ from tools.evaluator.arena import Arena, Mapping
 from tools.evaluator.compare import poison_, snapshot, unchanged, unwritten, words_differ
 from tools.evaluator.device import kernels_of
 from tools.evaluator.grids import cells
+from tools.evaluator.guards import Guards
 from tools.evaluator.inputs import KINDS, Draw
+from tools.evaluator.passes import Entry, Racer, allowance_ms, clock_problem
 from tools.evaluator.protocol import Channel, ChannelClosed, ChannelGarbage, ChannelTimeout
+from tools.evaluator.runner import Runner, WorkerFailure
 from tools.evaluator.statistics import geometric_mean, median, median_interval
-from tools.evaluator.timing import floor_us
+from tools.evaluator.timing import Timer, floor_us
 
 # ---------------------------------------------------------------- statistics
 
@@ -348,3 +352,86 @@ def test_floors_are_those_of_the_machine_at_hand() -> None:
     own = {"name": slow.config["target"]["gpu_names"][0], "l2_bytes": 1}
     assert machine_section(slow, own) == slow.config["target"]
     assert machine_section(load_target("cpu"), None) == load_target("cpu").config["target"]
+
+
+# ---------------------------------------------------------------- what a worker says
+
+
+class Talker(Runner):
+    """A runner whose worker answers what a test wants."""
+
+    def __init__(self, device: str, reply: dict[str, Any]) -> None:
+        self.name, self._arena, self._reply = "candidate", SimpleNamespace(device=device), reply
+        self._graphs, self._passes, self._next = 0, {}, 0
+
+    def _with_workspace(self, cmd: str, calls: list[Any], **arguments: Any) -> dict[str, Any]:
+        return self._reply
+
+    def post(self, cmd: str, descriptors: tuple[int, ...] = (), **arguments: Any) -> None:
+        pass
+
+    def settle(self, cmd: str, timeout_s: float | None = None) -> dict[str, Any]:
+        return self._reply
+
+    def poison(self) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+    def _fail(self, status: str, message: str) -> WorkerFailure:
+        return WorkerFailure(status, self.name, message)
+
+
+@pytest.mark.parametrize(("device", "right"), [("cpu", 3), ("cuda", 1)])
+def test_a_worker_does_not_choose_what_a_sample_is(device: str, right: int) -> None:
+    """One call a sample on the CPU, a whole graph on CUDA devices, whatever it claims."""
+    calls: list[Any] = [None] * 3
+    for claimed in (1, 3, 2, True, 1.0, None):
+        talker = Talker(device, {"ok": True, "samples_per_pass": claimed})
+        if claimed == right and type(claimed) is int:
+            assert talker.capture(calls) == 1
+        else:
+            with pytest.raises(WorkerFailure, match="rubbish"):
+                talker.capture(calls)
+
+
+@pytest.mark.parametrize("time", [0, -1.0, math.nan, math.inf, 10**400, True, "1", None])
+def test_times_that_are_none_are_rubbish(time: Any) -> None:
+    talker = Talker("cpu", {"ok": True, "ms": [1.0, time]})
+    with pytest.raises(WorkerFailure, match="rubbish"):
+        talker.replay(1, 2)
+    talker._reply = {"ok": True, "ms": [1.0, 2]}
+    assert talker.replay(1, 2) == [1.0, 2.0]
+
+
+def test_an_error_can_be_written_whatever_it_holds() -> None:
+    with pytest.raises(WorkerFailure) as caught:
+        Talker("cpu", {"ok": False, "error": "\ud800" + "x" * 100_000}).request("call")
+    assert len(str(caught.value).encode("utf-8")) < 3000
+
+
+def timed(worker_ms: list[float], judge_ms: list[float], span: int) -> Entry:
+    racer = Racer("candidate", None)  # type: ignore[arg-type]
+    entry = Entry(racer, None, [None] * span, None, 1, span)  # type: ignore[list-item]
+    entry.worker_ms, entry.judge_ms, entry.spans = worker_ms, judge_ms, [span] * len(worker_ms)
+    return entry
+
+
+def test_a_clock_that_hides_time_is_not_believed() -> None:
+    """Shares of passes of 10 calls: the judge sees 1 ms a call and 0.3 ms for the request."""
+    honest, lie = timed([1.0] * 9, [1.03] * 9, 10), timed([0.5] * 9, [1.03] * 9, 10)
+    assert clock_problem(honest, 0.3, "cpu") is None
+    assert "the worker's clock counted 5.000 ms a pass" in (clock_problem(lie, 0.3, "cpu") or "")
+    some = timed([0.5] * 4 + [1.0] * 5, [1.03] * 9, 10)  # fewer than half: the median of the times bounds what that wins
+    assert clock_problem(some, 0.3, "cpu") is None
+
+
+def test_a_claim_is_worth_what_the_judges_clock_supports() -> None:
+    timer = object.__new__(Timer)
+    timer._guards = Guards()
+    slack = allowance_ms(0.3) / 10
+    assert timer._believed(timed([0.2], [1.0], 10), 0.3) == [1.0 - slack]
+    assert timer._believed(timed([0.99], [1.0], 10), 0.3) == [0.99]
+    timer._guards = Guards(frozenset({"clock"}))
+    assert timer._believed(timed([0.2], [1.0], 10), 0.3) == [0.2]

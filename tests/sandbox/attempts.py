@@ -216,7 +216,14 @@ def hostname() -> None:
     raw("sethostname", ctypes.addressof(buffer), len(name))
 
 
+def alarm_clock() -> None:
+    """A timer whose signal would wake a stopped process."""
+    number = ctypes.c_int()
+    raw("timer_create", 1, 0, ctypes.addressof(number))  # CLOCK_MONOTONIC
+
+
 ATTEMPTS: dict[str, Callable[[], Any]] = {
+    "alarm_clock": alarm_clock,
     "create": lambda: (OUTSIDE / "new").write_text("x"),
     "overwrite": lambda: (OUTSIDE / "kept").open("r+").close(),
     "truncate_path": truncate_path,

@@ -18,7 +18,6 @@ from tools.evaluator import probes
 from tools.evaluator.probes import Probe, RowData
 from tools.evaluator.scene import HEAD_DIM, Row, Scene, Stage, copy, extent
 
-ORDER = ("keys", "scores", "max", "P", "row sum", "rescale", "PV", "final", "lse")
 COARSE = 1e-4  # an LSE further off than this, relative to 1 + its size, is no matter of rounding
 MEANING = {
     "keys": "some key takes no part, or one does that should not",

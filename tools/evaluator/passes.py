@@ -76,8 +76,8 @@ class Inputs:
         scales = (1.0, 1.0, math.sqrt(max(1.0, V_SHARE * cell.keys)))
         for pool, scale in zip(self._pools, scales, strict=True):
             draw.fill_(pool, scale)
-        # What each set of q, k, v should hold: (pool's part, index in it).
-        self._true: list[list[tuple[Any, int]]] = [[(t, i) for i in range(t.shape[0])] for t in self._open]
+        # What each set of k and v should hold: (pool's part, index in it).
+        self._true: list[list[tuple[Any, int]]] = [[(t, i) for i in range(sets)] for t in self._open[1:]]
         self._queried = 0, self._open[0]  # the call whose query came from the pool, and that query
         self._renew(0, self._open[1].shape[0], 0, self._open[0])
 
@@ -100,7 +100,7 @@ class Inputs:
             place = 8 * SECRET.randrange(POOL_SLACK // 8) + part[0].numel() * first
             source = self._pools[index][place : place + part.numel()].view(part.shape)
             part.copy_(source)
-            self._true[index][first:last] = [(source, i) for i in range(last - first)]
+            self._true[index - 1][first:last] = [(source, i) for i in range(last - first)]
 
     def calls(self, entry: str, outputs: Any) -> list[Call]:
         """Chained calls over the sets in turn. outputs: [calls, B, Hq, Sq, 128]."""
@@ -114,7 +114,7 @@ class Inputs:
         if not self._guards.on("closed"):
             places = [(t, number % t.shape[0]) for t in self._open[1:]]
         else:
-            places = [sets[number % len(sets)] for sets in self._true[1:]]
+            places = [sets[number % len(sets)] for sets in self._true]
             if number == self._queried[0]:
                 q = self._queried[1]
         k, v = (tensor[index] for tensor, index in places)

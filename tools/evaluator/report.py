@@ -22,7 +22,6 @@ from tools.evaluator.statistics import geometric_mean, median
 
 VERSION = 2
 SCHEMA = REPO_ROOT / "experimental" / "schemas" / "report.schema.json"
-STATUSES = ("PASSED", "BIT_MISMATCH", "INACCURATE", "COMPILE_ERROR", "RUNTIME_ERROR", "TIMEOUT", "REFUSED", "INCOMPLETE")
 
 
 def case_path(path: Path) -> Path:

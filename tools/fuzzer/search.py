@@ -13,7 +13,6 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 from tools.fuzzer import relations
 from tools.fuzzer.bench import Bench, Failed
@@ -231,12 +230,7 @@ class Search:
         if fails is None and outcome.what != "hangs":
             again = [attempt(self._bench, case).what == outcome.what for _ in range(REPEATS)]
             fails = sum(again)
-        observed: dict[str, Any] = {"what": outcome.what}
-        if outcome.difference is not None:
-            d = outcome.difference
-            observed |= {"words": d.words, "differing": d.differing, "first": d.first}
-        if outcome.message:
-            observed["message"] = outcome.message
+        observed = outcome.observed()
         if fails is not None:
             observed["fails"] = [fails, REPEATS]
         case = replace(case, observed=observed)

@@ -188,12 +188,7 @@ def replay(path: Path, gpu: str | None, backend: str | None, as_json: bool, allo
         if case.backend.source_sha256 not in (None, bench.backend.source_sha256):
             print(f"note: the source has changed since the case was saved ({bench.backend.source})", file=sys.stderr)
         outcome = attempt(bench, case)
-        observed: dict[str, Any] = {"what": outcome.what}
-        if outcome.difference is not None:
-            d = outcome.difference
-            observed |= {"words": d.words, "differing": d.differing, "first": d.first}
-        if outcome.message:
-            observed["message"] = outcome.message
+        observed = outcome.observed()
         if as_json:
             print(json.dumps({"case": str(path), **observed}))
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from tools.fuzzer.bench import Bench, Failed
 from tools.fuzzer.case import Case
@@ -18,6 +19,16 @@ class Outcome:
     what: str
     difference: Difference | None = None
     message: str = ""
+
+    def observed(self) -> dict[str, Any]:
+        """What a case's file says of it."""
+        found: dict[str, Any] = {"what": self.what}
+        if self.difference is not None:
+            d = self.difference
+            found |= {"words": d.words, "differing": d.differing, "first": d.first}
+        if self.message:
+            found["message"] = self.message
+        return found
 
 
 def attempt(bench: Bench, case: Case) -> Outcome:
