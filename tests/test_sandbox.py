@@ -38,7 +38,8 @@ ATTEMPTS = {
     "network": "internet_socket unix_socket netlink_socket socket_pair io_uring",
     "processes": "fork spawn new_session new_group new_namespace",
     "other processes": (
-        "signal_other signal_group signal_thread_of_other queue_signal trace_other read_other_memory open_other take_descriptor "
+        "alarm_clock signal_other signal_group signal_thread_of_other queue_signal trace_other read_other_memory open_other "
+        "take_descriptor "
         "limit_other pin_other schedule_other slow_other own_by_other pdeathsig fault_handler watch_files"
     ),
     "persistent state": "shared_memory semaphores message_queue posix_queue keyring",
