@@ -275,6 +275,22 @@ def test_a_promotion_goes_through_the_sealed_cases(tmp_path: Path, monkeypatch: 
     assert got["promotion"]["sealed"] == "failed" and got["promotion"]["reason"] == "the sealed cases failed"
 
 
+def test_what_may_promote_nothing() -> None:
+    """A run says why it cannot promote, whatever it measures; a root report must know every cell."""
+    made = object.__new__(judge.Judge)
+    made.guards, made.record = judge.Guards(), {"compatibility": False}
+    made.options = Options(gpu="cpu", output=Path("x"))
+    made.cells = judge.cells(evaluator_tools.load_target("cpu").config["workloads"])
+    root = {cell.name: 1.0 for cell in made.cells}
+    assert made._blockers(root) == []
+    assert made._blockers(None) == ["no root to be admissible under"]
+    del root[made.cells[-1].name]
+    assert made._blockers(root) == ["the root lacks cells"]
+    made.options = Options(gpu="cpu", output=Path("x"), cases="quick", seed=3)
+    made.guards, made.record = judge.Guards(frozenset({"fresh"})), {"compatibility": True}
+    assert len(made._blockers(root)) == 5
+
+
 def test_a_file_that_changes_during_the_run_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = tmp_path / "kernel.cpp"
     source.write_text(evaluator_tools.load_target("cpu").source().read_text())

@@ -182,6 +182,17 @@ def test_channel_gives_up_on_an_endless_message() -> None:
     channel.close()
 
 
+def test_an_answer_before_the_question_is_noticed() -> None:
+    channel, them = pair()
+    assert not channel.early()
+    them.send(b'{"id": 1}\n{"id": 2}\n')
+    assert channel.early()
+    assert channel.receive(1) == {"id": 1} and channel.early()  # the second came along with the first
+    assert channel.receive(1) == {"id": 2} and not channel.early()
+    them.close()
+    assert not channel.early()  # it hung up: whoever sends will know
+
+
 def test_descriptors_travel_and_unwanted_ones_are_closed() -> None:
     ours, theirs = socket.socketpair()
     first, second = Channel(ours), Channel(theirs, takes=True)
