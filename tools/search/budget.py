@@ -1,0 +1,137 @@
+"""A text of sections that fits a number of tokens: the least useful blocks go first, and the text says what went.
+
+    section = Section("Latency", hint="records/E0007.json", unit="rows")
+    section.add(table_head + first_row, worth=80)
+    section.add(second_row, worth=78)
+    text = fit([section, ...], budget=2000)
+
+A section is a list of blocks. Blocks are taken by worth over all sections, so a section shrinks, from its end, before
+it vanishes. A block is kept whole or left out whole; no line is ever cut. `always` marks what stands at any budget.
+
+No tokenizer is needed: `estimate` counts too many rather than too few for prose, tables and code. Runs of digits and
+of hexadecimal digits cost a tokenizer more than other text, so hashes do not belong into such a text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from tools.core.errors import UserError
+
+BYTES_A_TOKEN = 3  # tokenizers take 3 to 4.5 bytes of code or English as one token
+TOKENS_A_WORD = 1.5
+GENERAL_NOTE = "Everything else was left out for this budget: a larger --budget shows it."
+
+
+def estimate(text: str) -> int:
+    """Tokens that a text is counted as: the larger of a third of its UTF-8 bytes and 1.5 times its words, rounded up.
+
+    The estimate of texts that are joined by line ends is at most the sum of `estimate(part + newline)`.
+    """
+    size = -(-len(text.encode("utf-8")) // BYTES_A_TOKEN)
+    words = -(-int(len(text.split()) * 2 * TOKENS_A_WORD) // 2)
+    return max(size, words)
+
+
+@dataclass
+class Block:
+    """One piece of a section, kept or left out as a whole."""
+
+    text: str
+    worth: float  # blocks of higher worth are taken first
+    place: float  # blocks of a section are shown in this order
+    always: bool
+
+
+@dataclass
+class Section:
+    """A heading and its blocks, in the order of usefulness.
+
+    hint: where a reader finds what was left out. unit: what a block is, in the plural. independent: a block that does
+    not fit is skipped and smaller ones after it may still be taken; else the section ends there.
+    """
+
+    title: str
+    hint: str = ""
+    unit: str = "lines"
+    independent: bool = False
+    blocks: list[Block] = field(default_factory=list)
+
+    def add(self, text: str, worth: float, *, place: float | None = None, always: bool = False) -> None:
+        """Add a block; without `place` it is shown after the blocks that were added before it. Empty text is nothing."""
+        if text:
+            self.blocks.append(Block(text, worth, len(self.blocks) if place is None else place, always))
+
+    def add_rows(self, rows: Sequence[str], worth: float, floor: float, head: str = "") -> None:
+        """Add rows whose worth falls evenly from `worth` to `floor`; `head` (a table's) is kept with the first row."""
+        step = (worth - floor) / max(1, len(rows) - 1)
+        for i, row in enumerate(rows):
+            self.add(f"{head}\n{row}" if head and i == 0 else row, worth - i * step)
+
+    @property
+    def heading(self) -> str:
+        return f"## {self.title}"
+
+
+def fit(sections: Sequence[Section], budget: int) -> str:
+    """The sections within `budget` tokens as `estimate` counts; UserError where not even the `always` blocks fit."""
+    kept: dict[int, list[Block]] = {i: [b for b in s.blocks if b.always] for i, s in enumerate(sections)}
+    full = sum(_cost(s.heading) * bool(s.blocks) + sum(_cost(b.text) for b in s.blocks) for s in sections)
+    if full <= budget:
+        return _text(sections, {i: list(s.blocks) for i, s in enumerate(sections)}, "")
+
+    needed = sum(_cost(sections[i].heading) + sum(_cost(b.text) for b in blocks) for i, blocks in kept.items() if blocks)
+    minimum = needed + _cost(GENERAL_NOTE)
+    if minimum > budget:
+        raise UserError(f"--budget {budget}: too small for the stage and the next command; give at least {minimum}")
+    # What is left out is named at the end, in the most telling form there is room for: no block may take that room.
+    brief = max(_cost(_brief_note(sections, {})), _cost(GENERAL_NOTE))
+    room = budget - needed - (brief if needed + brief <= budget else _cost(GENERAL_NOTE))
+
+    ended: set[int] = set()
+    ranked = [(-block.worth, i, n) for i, s in enumerate(sections) for n, block in enumerate(s.blocks) if not block.always]
+    for _, i, n in sorted(ranked):
+        section, block = sections[i], sections[i].blocks[n]
+        cost = _cost(block.text) + (0 if kept[i] else _cost(section.heading))
+        if i in ended or cost > room:
+            if not section.independent:
+                ended.add(i)
+            continue
+        kept[i].append(block)
+        room -= cost
+    for note in (_full_note(sections, kept), _brief_note(sections, kept), GENERAL_NOTE):
+        text = _text(sections, kept, note)
+        if estimate(text) <= budget:
+            return text
+    raise AssertionError("the general note was accounted for")
+
+
+def _cost(text: str) -> int:
+    """Tokens of a block and the empty line after it."""
+    return estimate(text + "\n\n")
+
+
+def _text(sections: Sequence[Section], kept: dict[int, list[Block]], note: str) -> str:
+    lines: list[str] = []
+    for i, section in enumerate(sections):
+        if kept[i]:
+            lines += [section.heading, *(b.text for b in sorted(kept[i], key=lambda b: b.place)), ""]
+    return "\n".join([*lines, note]).strip("\n") + "\n"
+
+
+def _left_out(sections: Sequence[Section], kept: dict[int, list[Block]]) -> list[tuple[Section, int]]:
+    return [(s, n) for i, s in enumerate(sections) if (n := len(s.blocks) - len(kept.get(i, [])))]
+
+
+def _brief_note(sections: Sequence[Section], kept: dict[int, list[Block]]) -> str:
+    names = "; ".join(f"{section.title} ({n})" for section, n in _left_out(sections, kept))
+    return f"Left out for this budget (a larger --budget shows it): {names}" if names else ""
+
+
+def _full_note(sections: Sequence[Section], kept: dict[int, list[Block]]) -> str:
+    rows = [
+        f"- {section.title}: {n} of {len(section.blocks)} {section.unit}" + (f"; see {section.hint}" if section.hint else "")
+        for section, n in _left_out(sections, kept)
+    ]
+    return "\n".join(["## Left out for this budget (a larger --budget shows it)", *rows]) if rows else ""
