@@ -14,8 +14,9 @@ import pytest
 
 from tools.core.config import load_target
 from tools.core.errors import UserError
+from tools.core.unified_diff import parse as parse_patch
 from tools.evaluator import mutant_bench, mutants, mutation
-from tools.evaluator.mutants import Mutant, apply, candidate_source, load_corpus, parse_patch
+from tools.evaluator.mutants import Mutant, apply, candidate_source, load_corpus
 
 PATCH = "--- a/x.h\n+++ b/x.h\n@@ -2,3 +2,3 @@\n b\n-c\n+C\n d\n"
 # One a kind of answer: the gate, a check, and the witness alone; patches of the source and of both headers.

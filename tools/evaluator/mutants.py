@@ -18,25 +18,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tools.core import unified_diff
 from tools.core.config import ROLES, Target
 from tools.core.configfile import read_yaml
 from tools.core.errors import UserError
 from tools.core.files import REPO_ROOT, read_bytes, sha256_bytes, show_path
+from tools.core.unified_diff import Hunk
 
 FOLDER = REPO_ROOT / "tests" / "mutants"
 
 ENTRIES = ("prefill", "packed", "extend", "decode")
 _INCLUDE = re.compile(r'[ \t]*#[ \t]*include[ \t]*"([^"]+)"[^\n]*\n?')
-_HUNK = re.compile(r"@@ -(\d+)(?:,\d+)? \+\d+(?:,\d+)? @@")
-
-
-@dataclass(frozen=True)
-class Hunk:
-    """Lines `old` of a file, expected around line `start` (from 1), become `new`."""
-
-    start: int
-    old: tuple[str, ...]
-    new: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -81,41 +73,11 @@ def _mutant(folder: Path, corpus: str, name: str, entry: Any) -> Mutant:
         raise UserError(f"{where}: subtle: {entry['subtle']!r} is neither true nor false")
     path = folder / corpus / f"{name}.patch"
     data = read_bytes(path)
-    edits = parse_patch(data.decode("utf-8", "replace"), show_path(path))
+    edits = unified_diff.parse(data.decode("utf-8", "replace"), show_path(path))
     return Mutant(name, corpus, str(entry["fault"]), str(entry["kind"]), entries, entry["subtle"], sha256_bytes(data), edits)
 
 
 # ---------------------------------------------------------------- patches
-
-
-def parse_patch(text: str, where: str) -> dict[str, tuple[Hunk, ...]]:
-    """The hunks of a unified diff by file. `where` names the patch in errors."""
-    edits: dict[str, list[Hunk]] = {}
-    file = None
-    lines = text.splitlines(keepends=True)
-    at = 0
-    while at < len(lines):
-        line = lines[at]
-        at += 1
-        if line.startswith("--- "):
-            continue
-        if line.startswith("+++ b/"):
-            file = line[len("+++ b/") :].strip()
-            edits[file] = []
-        elif (header := _HUNK.match(line)) and file is not None:
-            end = at
-            while end < len(lines) and lines[end][0] in " +-" and not lines[end].startswith("--- a/"):
-                end += 1
-            body, at = lines[at:end], end
-            old, new = (tuple(row[1:] for row in body if row[0] in signs) for signs in (" -", " +"))
-            if old == new:
-                raise UserError(f"{where}: line {at}: a hunk that changes nothing")
-            edits[file].append(Hunk(int(header.group(1)), old, new))
-        else:
-            raise UserError(f"{where}: line {at}: {line.rstrip()[:60]!r} does not belong to a unified diff")
-    if not edits or not all(edits.values()):
-        raise UserError(f"{where}: no change to any file")
-    return {name: tuple(hunks) for name, hunks in edits.items()}
 
 
 def apply(contents: dict[str, bytes], mutant: Mutant) -> dict[str, bytes]:
@@ -124,10 +86,10 @@ def apply(contents: dict[str, bytes], mutant: Mutant) -> dict[str, bytes]:
     for name, hunks in mutant.edits.items():
         if name not in contents:
             raise UserError(f"mutant {mutant.name}: {name} is no declared file of this target")
-        lines = contents[name].decode().splitlines(keepends=True)
+        lines = unified_diff.split_lines(contents[name].decode())
         shift = 0
         for hunk in hunks:
-            place = _find(lines, hunk, hunk.start - 1 + shift)
+            place = _find(lines, hunk, hunk.place + shift)
             if place is None:
                 raise UserError(f"mutant {mutant.name}: its patch does not apply to {name} (hunk at line {hunk.start})")
             lines[place : place + len(hunk.old)] = hunk.new
