@@ -264,7 +264,8 @@ def test_cells_and_floor() -> None:
 
 def measured(name: str, phase: str, *, baseline: float = 20.0, rows: int = 1, **kernels: float) -> dict[str, Any]:
     records = {
-        role: {"median_us": us, "samples_us": [us * (1 + 0.001 * (i % 3)) for i in range(15)]} for role, us in kernels.items()
+        role: {"median_us": us, "interval_us": [us, us], "samples_us": [us * (1 + 0.001 * (i % 3)) for i in range(15)]}
+        for role, us in kernels.items()
     }
     cold = {"same_as": None, "kernels": records, "baselines": {"library": {"median_us": baseline, "route": "r"}}}
     return {"name": name, "phase": phase, "batch": 2, "rows": rows, "modes": {"cold": cold, "hot": {"same_as": "cold"}}}
@@ -293,7 +294,7 @@ def test_other_objectives() -> None:
         objective.summary({"kind": "frequencies", "cells": {"p": 2}}, grid, None)
 
 
-def test_admission_takes_the_plain_ratio_of_medians() -> None:
+def test_admission_under_a_report_takes_the_ratio_of_medians() -> None:
     def alone(candidate: float) -> list[dict[str, Any]]:
         return [measured("p", "full", candidate=candidate)]
 

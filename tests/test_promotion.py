@@ -18,7 +18,7 @@ import pytest
 from tools.core.config import load_target
 from tools.core.errors import UserError
 from tools.core.files import read_bytes
-from tools.evaluator import objective, promotion, trials
+from tools.evaluator import objective, planted, promotion, trials
 from tools.evaluator.statistics import binomial_bound, in_parts, median, median_interval
 from tools.loader.build import build
 
@@ -296,12 +296,40 @@ def test_a_limit_inside_the_interval_is_said() -> None:
     assert objective.doubtful(pair(108, 111, 112), {"p": 100.0}, 1.1)
     assert not objective.doubtful(pair(100, 101, 102), {"p": 100.0}, 1.1)
     assert not objective.doubtful(pair(120, 121, 122), {"p": 100.0}, 1.1)
-    raced = pair(100, 101, 102)
-    raced[0]["modes"]["cold"]["kernels"]["root"] = {"median_us": 100.0, "interval_us": [90.0, 105.0]}
-    assert objective.doubtful(raced, {"p": 100.0}, 1.1)
+
+
+def test_a_root_that_ran_beside_the_candidate_is_compared_pass_by_pass() -> None:
+    """A machine that slows down for a while slows both: medians of unequal passes would say 1.5."""
+
+    def raced(candidate: list[float], root: list[float]) -> promotion.Session:
+        kernels = {
+            name: {
+                "median_us": median(passes),
+                "interval_us": [min(passes), max(passes)],
+                "samples_us": passes,
+                "pass_us": passes,
+            }
+            for name, passes in (("candidate", candidate), ("root", root))
+        }
+        return [cell("p", "full", kernels)]
+
+    drifting = raced([150.0] * 9 + [100.0] * 8, [149.0] * 9 + [99.0] * 8 + [99.0] * 4)
+    assert median([150.0] * 9 + [100.0] * 8) / median([149.0] * 9 + [99.0] * 12) > 1.5
+    assert not objective.admissible(drifting, {"p": 99.0}, 1.1)
+    slower = raced([112.0] * 9, [100.0] * 9)
+    assert "is 1.120 of the root's" in objective.admissible(slower, {"p": 100.0}, 1.1)[0]
+    unsure = raced([100.0, 101.0, 109.0, 109.0, 109.0, 109.0, 109.0, 112.0, 113.0], [100.0] * 9)
+    assert not objective.admissible(unsure, {"p": 100.0}, 1.1) and objective.doubtful(unsure, {"p": 100.0}, 1.1)
 
 
 # ---------------------------------------------------------------- real trials
+
+
+def test_a_gain_is_planted_in_every_cuda_kernel() -> None:
+    text = planted.slowed("__global__ void f(int a) { g(a); }\n__global__ void __launch_bounds__(32)\nh() {\n}\n", 0.03, "cuda")
+    assert text.count("const Idler idler_;") == 2 and "1.030927835f" in text
+    with pytest.raises(UserError, match="no __global__ function"):
+        planted.slowed("int f();", 0.03, "cuda")
 
 
 @pytest.fixture
@@ -322,7 +350,7 @@ def track(small: None) -> Iterator[trials.Track]:
 def test_a_slowed_source_has_the_same_bits_and_the_planted_gain_shows(track: trials.Track, tmp_path: Path) -> None:
     """Half of the time is planted, so that a busy machine cannot hide it; timed outputs are verified with the witness."""
     source = tmp_path / "slowed.cpp"
-    source.write_text(trials.slowed(read_bytes(track.target.source()).decode(), 0.5))
+    source.write_text(planted.slowed(read_bytes(track.target.source()).decode(), 0.5, "cpu"))
     timed = track.session(build(track.target).library, build(track.target, source).library, 0)
     w = dict.fromkeys((cell["name"] for cell in timed), 1.0)
     assert all(0.2 < gain < 0.9 for gain in promotion.read(timed, w, "worker").gains)

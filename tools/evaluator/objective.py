@@ -10,9 +10,11 @@ T = sum of w_c x latency_c over the cells' cold medians, in microseconds. Weight
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from tools.core.errors import UserError
+from tools.evaluator.statistics import in_parts, median, median_interval, paired
 
 PHASES = ("full", "decode")
 
@@ -102,26 +104,50 @@ def summary(objective: dict[str, Any], cells: list[dict[str, Any]], root: dict[s
 # ---------------------------------------------------------------- admission
 
 
+def pass_times(record: dict[str, Any], clock: str) -> list[float]:
+    """Microseconds a call of every pass of a kernel. Samples stand in order of passes, equally many in each."""
+    passes: list[float] = record["pass_us"]
+    if clock == "judge":
+        return passes
+    return [median(part) for part in in_parts(record["samples_us"], len(passes))]
+
+
+def _slowdown(cell: dict[str, Any], root: dict[str, float]) -> tuple[float, float, float] | None:
+    """(ratio, low, high) of a cell's latency to the root's; None where one of them has none.
+
+    Where the root ran beside the candidate, the median over passes of candidate / root, with its interval. A root from a
+    report has no passes: then the ratio of the medians, and the candidate's own interval.
+    """
+    kernels, base = cell["modes"]["cold"]["kernels"], root.get(cell["name"])
+    if "candidate" not in kernels or base is None:
+        return None
+    own = kernels["candidate"]
+    if "root" in kernels:
+        ratios = paired(pass_times(own, "worker"), pass_times(kernels["root"], "worker"))
+        low, high = median_interval(ratios)
+        return math.exp(median(ratios)), math.exp(low), math.exp(high)
+    low, high = own["interval_us"]
+    return own["median_us"] / base, low / base, high / base
+
+
 def admissible(cells: list[dict[str, Any]], root: dict[str, float], max_slowdown: float) -> list[str]:
     """Cells in which the candidate is slower than the root by more than the limit, each as a sentence."""
     found = []
     for cell in cells:
-        own, base = cold(cell, "candidate"), root.get(cell["name"])
-        if own is not None and base is not None and own > max_slowdown * base:
-            found.append(f"{cell['name']}: {own:.2f} us is {own / base:.3f} of the root's {base:.2f} us, limit {max_slowdown}")
+        slowdown = _slowdown(cell, root)
+        if slowdown is not None and slowdown[0] > max_slowdown:
+            own, base = cold(cell, "candidate"), root[cell["name"]]
+            found.append(f"{cell['name']}: {own:.2f} us is {slowdown[0]:.3f} of the root's {base:.2f} us, limit {max_slowdown}")
     return found
 
 
 def doubtful(cells: list[dict[str, Any]], root: dict[str, float], max_slowdown: float) -> list[str]:
-    """Cells in which the limit lies inside the ratio's interval, each as a sentence. The plain ratio of medians decides
-    all the same; another run may decide otherwise. A root taken from a report has no interval of its own."""
+    """Cells in which the limit lies inside the ratio's interval, each as a sentence. The ratio decides all the same;
+    another run may decide otherwise."""
     found = []
     for cell in cells:
-        kernels, base = cell["modes"]["cold"]["kernels"], root.get(cell["name"])
-        if base is None or "candidate" not in kernels:
-            continue
-        fast, slow = kernels["root"]["interval_us"] if "root" in kernels else (base, base)
-        low, high = (taken / other for taken, other in zip(kernels["candidate"]["interval_us"], (slow, fast), strict=True))
-        if low <= max_slowdown < high:
+        slowdown = _slowdown(cell, root)
+        if slowdown is not None and slowdown[1] <= max_slowdown < slowdown[2]:
+            low, high = slowdown[1:]
             found.append(f"{cell['name']}: the ratio to the root lies between {low:.3f} and {high:.3f}, limit {max_slowdown}")
     return found

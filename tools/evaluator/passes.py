@@ -64,8 +64,9 @@ class Inputs:
     """What the kernels read in one cell and mode: K and V of every set of a pass, and the first call's q.
 
     They are copies of pools in closed memory, from another secret place of the pools for each pass, so that what the
-    kernels should have read is known whatever they write over it. V is scaled so that outputs, which are the next
-    call's queries, stay about as large as the first. q [B,Hq,Sq,128]; k, v [sets,B,Hkv,Skv,128].
+    kernels should have read is known whatever they write over it. Sets lie in a secret order, so that a call cannot fetch
+    the next one's into the cache. V is scaled so that outputs, which are the next call's queries, stay about as large as
+    the first. q [B,Hq,Sq,128]; k, v [sets,B,Hkv,Skv,128].
     """
 
     def __init__(self, arena: Arena, cell: Cell, heads: tuple[int, int], sets: int, draw: Draw, guards: Guards) -> None:
@@ -76,7 +77,10 @@ class Inputs:
         scales = (1.0, 1.0, math.sqrt(max(1.0, V_SHARE * cell.keys)))
         for pool, scale in zip(self._pools, scales, strict=True):
             draw.fill_(pool, scale)
-        # What each set of k and v should hold: (pool's part, index in it).
+        self._place = list(range(sets))  # of each set in k and v
+        if guards.on("order"):
+            SECRET.shuffle(self._place)
+        # What each place of k and v should hold: (pool's part, index in it).
         self._true: list[list[tuple[Any, int]]] = [[(t, i) for i in range(sets)] for t in self._open[1:]]
         self._queried = 0, self._open[0]  # the call whose query came from the pool, and that query
         self._renew(0, self._open[1].shape[0], 0, self._open[0])
@@ -95,26 +99,30 @@ class Inputs:
         place = 8 * SECRET.randrange(POOL_SLACK // 8)
         self._queried = call, self._pools[0][place : place + q.numel()].view(q.shape)
         q.copy_(self._queried[1])
+        whole = last - first == len(self._place)
         for index in (1, 2):
-            part = self._open[index][first:last]
-            place = 8 * SECRET.randrange(POOL_SLACK // 8) + part[0].numel() * first
-            source = self._pools[index][place : place + part.numel()].view(part.shape)
-            part.copy_(source)
-            self._true[index - 1][first:last] = [(source, i) for i in range(last - first)]
+            start, size = 8 * SECRET.randrange(POOL_SLACK // 8), self._open[index][0].numel()
+            # Together in one copy, or each by itself: sets that follow each other lie apart.
+            for low, high in [(0, last)] if whole else [(place, place + 1) for place in self._place[first:last]]:
+                part = self._open[index][low:high]
+                source = self._pools[index][start + low * size : start + high * size].view(part.shape)
+                part.copy_(source)
+                self._true[index - 1][low:high] = [(source, i) for i in range(high - low)]
 
     def calls(self, entry: str, outputs: Any) -> list[Call]:
         """Chained calls over the sets in turn. outputs: [calls, B, Hq, Sq, 128]."""
-        q, k, v = self._open[0], list(self._open[1]), list(self._open[2])
-        every = list(outputs)
+        q, every = self._open[0], list(outputs)
+        k, v = ([sets[place] for place in self._place] for sets in self._open[1:])
         return [Call(entry, every[i - 1] if i else q, k[i % len(k)], v[i % len(v)], out) for i, out in enumerate(every)]
 
     def true_call(self, entry: str, outputs: Any, number: int) -> Call:
         """One of these calls, reading what no worker of a candidate could write, but for the output of the call before."""
         q = outputs[number - 1] if number else self._open[0]
+        place = self._place[number % len(self._place)]
         if not self._guards.on("closed"):
-            places = [(t, number % t.shape[0]) for t in self._open[1:]]
+            places = [(t, place) for t in self._open[1:]]
         else:
-            places = [sets[number % len(sets)] for sets in self._true]
+            places = [sets[place] for sets in self._true]
             if number == self._queried[0]:
                 q = self._queried[1]
         k, v = (tensor[index] for tensor, index in places)

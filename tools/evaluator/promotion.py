@@ -26,8 +26,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from tools.evaluator.objective import admissible, doubtful, total
-from tools.evaluator.statistics import in_parts, median
+from tools.evaluator.objective import admissible, doubtful, pass_times, total
+from tools.evaluator.statistics import median, paired
 
 Session = list[dict[str, Any]]
 CLOCKS = ("worker", "judge")
@@ -56,25 +56,11 @@ class Reading:
         return sum(share * apart for share, apart in zip(self.shares, self.apart, strict=True))
 
 
-def pass_times(record: dict[str, Any], clock: str) -> list[float]:
-    """Microseconds a call of every pass of a kernel. Samples stand in order of passes, equally many in each."""
-    passes: list[float] = record["pass_us"]
-    if clock == "judge":
-        return passes
-    return [median(part) for part in in_parts(record["samples_us"], len(passes))]
-
-
 def even(cell: dict[str, Any]) -> bool:
     """Whether all passes of a cell have equally many calls. What a pass costs the judge is part of its clock: a candidate
     whose passes are longer than the incumbent's would seem faster."""
     kernels = cell["modes"]["cold"]["kernels"]
     return len({kernels[racer]["calls_per_sample"] for racer in ("candidate", *RIVALS)}) == 1
-
-
-def apart(first: list[float], second: list[float]) -> float:
-    """Median over passes of a difference of logarithms. Paired, so that what slows the whole machine for a while cancels;
-    one of them may have had more passes at the end."""
-    return median([a - b for a, b in zip(first, second, strict=False)])
 
 
 def read(session: Session, w: dict[str, float], clock: str) -> Reading:
@@ -83,9 +69,9 @@ def read(session: Session, w: dict[str, float], clock: str) -> Reading:
     for cell in session:
         kernels = cell["modes"]["cold"]["kernels"]
         times = [pass_times(kernels[racer], clock) for racer in ("candidate", *RIVALS)]
-        candidate, incumbent, twin = ([math.log(max(taken, TINY_US)) for taken in passes] for passes in times)
-        gains.append(1 - math.exp(0.5 * (apart(candidate, incumbent) + apart(candidate, twin))))
-        between.append(apart(twin, incumbent))
+        candidate, incumbent, twin = ([max(taken, TINY_US) for taken in passes] for passes in times)
+        gains.append(1 - math.exp(0.5 * (median(paired(candidate, incumbent)) + median(paired(candidate, twin)))))
+        between.append(median(paired(twin, incumbent)))
         parts.append(w[cell["name"]] * 0.5 * (median(times[1]) + median(times[2])))
     return Reading(gains, between, [part / sum(parts) for part in parts])
 

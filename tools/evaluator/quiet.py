@@ -12,7 +12,6 @@ import time
 from typing import Any
 
 from tools.evaluator.arena import Arena
-from tools.evaluator.guards import Guards
 from tools.evaluator.runner import Runner
 from tools.evaluator.statistics import median
 
@@ -40,10 +39,10 @@ class Quiet:
 class QuietCuda(Quiet):
     """scratch: twice the L2 cache, in the judge's own memory."""
 
-    def __init__(self, l2_bytes: int, guards: Guards) -> None:
+    def __init__(self, l2_bytes: int) -> None:
         import torch
 
-        self._torch, self._guards = torch, guards
+        self._torch = torch
         self._scratch: Any = torch.empty(2 * l2_bytes, dtype=torch.uint8, device="cuda")
         self._word: Any = torch.zeros(1, device="cuda")
         self._events: Any = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
@@ -60,8 +59,6 @@ class QuietCuda(Quiet):
         return float(start.elapsed_time(end))
 
     def settle(self) -> str | None:
-        if not self._guards.on("l2"):
-            return None
         self._driver.cuCtxResetPersistingL2Cache()
         taken = min(self._write(), self._write())
         for _ in range(TRIES):
@@ -76,5 +73,5 @@ class QuietCuda(Quiet):
         self._torch.cuda.synchronize()
 
 
-def open_quiet(arena: Arena, l2_bytes: int, guards: Guards) -> Quiet:
-    return QuietCuda(l2_bytes, guards) if arena.device == "cuda" else Quiet()
+def open_quiet(arena: Arena, l2_bytes: int) -> Quiet:
+    return QuietCuda(l2_bytes) if arena.device == "cuda" else Quiet()

@@ -31,7 +31,7 @@ MAX_WORKSPACE_BYTES = {"cpu": 1 << 30, "cuda": 8 << 30}  # of all that a worker 
 PRIVATE_BYTES = 8 << 30  # of a confined CPU worker's own memory
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 10.0
-AWAKE_S = 0.002  # of processor time that a stopped worker may seem to use
+AWAKE_S = 0.02  # of processor time that a stopped worker may seem to use: a virtual machine booked 3 ms after the stop
 POISONS = (0xFF, 0x7F, 0xA5)  # bytes written over workspaces; 0xFF.. and 0x7F.. read as NaN in every float format
 
 

@@ -28,6 +28,12 @@ def median_interval(values: list[float], confidence: float = 0.95) -> tuple[floa
     return ordered[k - 1], ordered[n - k]
 
 
+def paired(first: list[float], second: list[float]) -> list[float]:
+    """ln(first / second) pass by pass, so that what slows the whole machine for a while cancels; one of the two may have
+    had more passes at the end. Values are positive."""
+    return [math.log(a / b) for a, b in zip(first, second, strict=False)]
+
+
 def binomial_bound(successes: int, trials: int, confidence: float = 0.975) -> float:
     """The largest rate at which so few successes are still likely (Clopper and Pearson's upper bound)."""
     if successes >= trials:

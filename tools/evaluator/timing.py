@@ -106,7 +106,7 @@ class Timer:
         self._heads, self._tile, self._seed, self._effort = heads, tile, seed, effort
         self._witness, self._guards = witness, guards
         self._progress = progress or (lambda text: None)
-        self._quiet = open_quiet(arena, int(target["l2_bytes"]), guards)
+        self._quiet = open_quiet(arena, int(target["l2_bytes"]))
 
     # ------------------------------------------------------------ inputs
 

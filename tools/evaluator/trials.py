@@ -5,8 +5,7 @@
 Every trial takes fresh processes and as many sessions as promotion.compare asks for, with the judge's own workers, memory,
 passes and guards (but the clock's). It times a few small cells only, so its T is noisier than an evaluation's. Without
 --incumbent, equal trials (the incumbent is the candidate's own source) alternate with trials of a planted gain: there the
-incumbent is the same source, and each of its calls idles on afterwards for 3 % of the whole. A planted gain exists on the
-CPU only.
+incumbent is the same source, and each of its calls (on a GPU: each of its threads) idles on for 3 % of the whole.
 """
 
 from __future__ import annotations
@@ -27,6 +26,7 @@ from tools.evaluator.arena import Arena
 from tools.evaluator.grids import cells
 from tools.evaluator.guards import Guards
 from tools.evaluator.passes import Mismatch, Racer, Refused
+from tools.evaluator.planted import slowed
 from tools.evaluator.runner import START_TIMEOUT_S, Runner, WorkerFailure
 from tools.evaluator.statistics import binomial_bound, median
 from tools.evaluator.timing import EFFORTS, Timer, machine_section
@@ -43,7 +43,6 @@ CPU_WORKLOADS = {
 }
 NO_CLOCK = Guards(frozenset({"clock"}))  # the kernels are honest here, and a busy machine shall show in the rates instead
 CUDA_CELLS = 2  # of each kind
-ENTRIES = ("unified_prefill", "unified_extend", "unified_decode")
 
 Show = Callable[[str, str], None]
 
@@ -65,7 +64,8 @@ class Track:
             workloads = CPU_WORKLOADS
         self.cells = cells(workloads, CUDA_CELLS if self.device == "cuda" else 0)
         self._arena = Arena(self.device, CHUNK_BYTES[self.device])
-        self._witness = self._start({"witness": build(target, role="witness").library})[0]
+        self._witness_library = build(target, role="witness").library
+        self._witness = self._start({"witness": self._witness_library})[0]
 
     def _start(self, libraries: dict[str, Path]) -> list[Runner]:
         """Workers of these names with their libraries; all start at once, in order."""
@@ -84,6 +84,9 @@ class Track:
 
     def session(self, candidate: Path, incumbent: Path, number: int) -> promotion.Session:
         """All cells once, in fresh processes that start in another order each time."""
+        if not self._witness.alive():  # a trial before this one ended it
+            self._witness.close()
+            self._witness = self._start({"witness": self._witness_library})[0]
         libraries = {"candidate": candidate, "incumbent": incumbent, "twin": incumbent}
         names = list(libraries)
         if number % 2:
@@ -129,32 +132,6 @@ def _end(runners: list[Runner]) -> None:
         runner.close()
 
 
-def slowed(source: str, gain: float) -> str:
-    """A C++ source whose every attention call idles on, so that the given one takes 1 - gain of its time."""
-    renamed = "".join(f"#define {name} plain_{name}\n" for name in ENTRIES)
-    restored = "".join(f"#undef {name}\n" for name in ENTRIES)
-    entries = "".join(
-        f"int {name}(const UnifiedAttnParams* p, void* s) {{ return slowed(plain_{name}, p, s); }}\n" for name in ENTRIES
-    )
-    return f"""{renamed}#line 1
-{source}
-{restored}#include <chrono>
-namespace {{
-int slowed(int (*call)(const UnifiedAttnParams*, void*), const UnifiedAttnParams* params, void* stream) {{
-  using Clock = std::chrono::steady_clock;
-  const Clock::time_point start = Clock::now();
-  const int code = call(params, stream);
-  const Clock::time_point end = Clock::now();
-  while (Clock::now() - end < (end - start) * {gain / (1 - gain):.9f}) {{
-  }}
-  return code;
-}}
-}}  // namespace
-extern "C" {{
-{entries}}}
-"""
-
-
 def _summary(trials: list[dict[str, Any]]) -> dict[str, Any]:
     """Rates of one kind of trials, and the gains and A/A that all their sessions read on the judge's clock."""
     compared = [trial["comparison"] for trial in trials if trial["comparison"] is not None]
@@ -195,9 +172,10 @@ def run_trials(
                 rivals["given"] = build(target, incumbent).library
             else:
                 rivals["equal"] = candidate
-            if incumbent is None and track.device == "cpu":
-                slower = Path(folder) / "slowed.cpp"
-                write_new(slower, slowed(read_bytes(source or target.source()).decode("utf-8"), PLANTED))
+            if incumbent is None:
+                given = source or target.source()
+                slower = Path(folder) / f"slowed{given.suffix}"
+                write_new(slower, slowed(read_bytes(given).decode("utf-8"), PLANTED, track.device))
                 rivals["planted"] = build(target, slower).library
             found: dict[str, list[dict[str, Any]]] = {kind: [] for kind in rivals}
             for number in range(count):
