@@ -130,7 +130,7 @@ def test_regions_are_ranked_by_what_the_step_is_about() -> None:
 
     def first(**about: object) -> list[str]:
         about = {"declared": [], "entries": [], "words": "", **about}
-        return [region.name for region in regions.ranked(found, **about)]  # type: ignore[arg-type]
+        return [region.name for region, _ in regions.ranked(found, **about)]  # type: ignore[arg-type]
 
     assert first(declared=["the sum of sum_chain"])[0] == "sum_chain"
     assert first(declared=["lines 433-436"])[0] in ("Error", "aligned")
@@ -138,7 +138,7 @@ def test_regions_are_ranked_by_what_the_step_is_about() -> None:
     assert first(entries=["decode"]).index("decode_kernel") < first(entries=["decode"]).index("prefill_kernel")
     assert sorted(first(entries=["decode"])) == sorted(region.name for region in found)
     cpu = regions.scan(CPU.read_text())
-    assert {r.scope for r in regions.ranked(cpu, ["namespace numerics"], [], "")[:10]} == {"numerics"}
+    assert {r.scope for r, _ in regions.ranked(cpu, ["namespace numerics"], [], "")[:10]} == {"numerics"}
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
 """The parts of a C++ or CUDA source: functions, kernels, exports, types and what lies between, with line numbers.
 
     regions = scan(text)
-    for region in ranked(regions, declared=["numerics", "lines 10-40"], entries=["decode"], words="softmax"):
-        print(region.first, region.last, region.name, region.kind)
+    for region, rank in ranked(regions, declared=["numerics", "lines 10-40"], entries=["decode"], words="softmax"):
+        print(region.first, region.last, region.name, region.kind, rank)
 
 A small scanner, not a compiler: comments, strings and directives are blanked out, braces are counted, and the words
 before an opening brace say what it opens. Namespaces and extern "C" are looked into; a function's inside is not. Where
@@ -158,8 +158,10 @@ def _named(head: str, exported: bool) -> tuple[str, str]:
     return (name[1] if name else "operator"), kind
 
 
-def ranked(regions: Sequence[Region], declared: Iterable[str], entries: Iterable[str], words: str) -> list[Region]:
-    """Regions by usefulness: declared ones, named ones, what the entry points reach, the rest; within each in file order.
+def ranked(regions: Sequence[Region], declared: Iterable[str], entries: Iterable[str], words: str) -> list[tuple[Region, int]]:
+    """Regions with their ranks: 0 declared, 1 named, 2 reached by the entry points, 3 others, 4 what has no name.
+
+    By rank, and within a rank in file order.
 
     declared: names of functions or namespaces, or line ranges ("lines 10-40"), in any prose. entries: prefill, extend,
     decode. words: prose whose identifiers may name regions.
@@ -180,7 +182,7 @@ def ranked(regions: Sequence[Region], declared: Iterable[str], entries: Iterable
             return 2
         return 4 if region.kind in ("other", "opening") else 3
 
-    return sorted(regions, key=lambda region: (rank(region), region.first))
+    return sorted(((region, rank(region)) for region in regions), key=lambda pair: (pair[1], pair[0].first))
 
 
 def reach(regions: Sequence[Region], names: set[str]) -> set[str]:
