@@ -147,14 +147,14 @@ def _rules_to_act(view: View, now: Focus) -> list[str]:
 
 def _rules_to_decide(view: View, now: Focus) -> list[str]:
     assert now.attempt is not None and now.attempt.audit is not None
-    attempt, after = now.attempt, int(view.settings["abandon_after"])
+    attempt, audit, after = now.attempt, now.attempt.audit, int(view.settings["abandon_after"])
     child, parents = attempt.child["id"], ", ".join(attempt.action["parents"])
     direction = [a for a in [*view.attempts, attempt] if a.direction == attempt.direction and a.failed]
     counted = f" ({len(direction)} so far)" if "history" not in view.withheld else ""
     rules = []
-    if attempt.audit["status"] in ("REFUSED", "TIMEOUT"):
-        rules.append(f"after {attempt.audit['status']} the same source may be audited once more before the decision")
-    if attempt.audit["verified"]:
+    if audit["status"] in ("REFUSED", "TIMEOUT"):
+        rules.append(f"after {audit['status']} the same source may be audited once more before the decision")
+    if audit["verified"]:
         rules.append(f"subject: {child}")
     else:
         rules.append(f"{child} is not verified: the subject is a parent of it ({parents}), unless the direction is abandoned")

@@ -34,9 +34,8 @@ def state_section(view: View) -> Section:
         section.add(f"- frontier: {names(_with_time(view, name) for name in view.parents)}", 92)
         section.add(f"- archive: {names(view.archive)}", 70)
     section.add(f"- used: {_used(view)}", 80)
-    if waiting := [name for name in state.pending if name not in {record["id"] for record in view.pending}]:
-        if not view.withheld & {"opportunities", "branches", "history"}:
-            section.add(f"- pending, but no parent of theirs is retained now: {names(waiting)}", 60)
+    if view.waiting:
+        section.add(f"- pending, but none of their parents is retained now: {names(view.waiting)}", 60)
     if root is None and view.incumbent is None:
         section.add("- the root has not been measured", 90)
     return section
@@ -107,10 +106,10 @@ def opportunities_section(view: View, now: Focus) -> Section:
 def _opportunity(view: View, record: Record) -> str:
     share = f"{percent(record['expected_share'])} of T" if record["expected_share"] is not None else "share unknown"
     evidence = [name for name in record["evidence"] if view.known(name)]
-    merge = "merge of all of " if record["merge"] else "applies to "
+    merge = ("merge of all of " if record["merge"] else "applies to ") + names(view.parents_for(record))
     origin = f", follows from {record['origin']}" if record["origin"] and view.known(record["origin"]) else ""
     return (
-        f"- **{record['id']} {record['direction']}** ({share}; {', '.join(record['workloads'])}; {merge}{names(view.parents_for(record))}; "
+        f"- **{record['id']} {record['direction']}** ({share}; {', '.join(record['workloads'])}; {merge}; "
         f"evidence {names(evidence)}{origin}): {one_line(record['mechanism'])}"
     )
 

@@ -140,6 +140,14 @@ class View:
         return sorted(records, key=lambda record: (-(record["expected_share"] or 0.0), age[record["id"]].n))
 
     @functools.cached_property
+    def waiting(self) -> list[str]:
+        """Pending opportunities that nothing can take up now."""
+        if self.withheld & {"opportunities", "branches", "history"}:
+            return []
+        taken = {record["id"] for record in self.pending}
+        return [name for name in self.state.pending if name not in taken]
+
+    @functools.cached_property
     def _all_attempts(self) -> list[Attempt]:
         attempts = []
         for action in self.state.actions.values():
