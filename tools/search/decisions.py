@@ -118,8 +118,6 @@ def _check_branch(state: State, decision: Facts, follow_ups: list[Opportunity | 
 def _check_abandon(state: State, decision: Facts, direction: str, follow_ups: list[Opportunity | Facts]) -> None:
     """Repeated failures of the direction, or evidence that falsifies it; and nothing of it follows."""
     record = decision["id"]
-    if not decision["evidence"]:
-        raise RuleError(record, "abandon", "evidence is empty: name the audits that it rests on")
     if decision["falsified_by"] is not None:
         name = decision["falsified_by"]["audit"]
         found = state.audits.get(name)
@@ -132,6 +130,8 @@ def _check_abandon(state: State, decision: Facts, direction: str, follow_ups: li
             f"{direction} has {len(failed)} unverified audits of the {needed} that abandoning takes: try again, "
             "or state in falsified_by which measurement refutes it",
         )
+    elif not decision["evidence"]:
+        raise RuleError(record, "abandon", f"evidence is empty: name the audits that it rests on ({', '.join(failed)})")
     for item in follow_ups:
         if _value(item, "direction") == direction:
             raise RuleError(record, "abandon", f"{_value(item, 'id')} follows the direction {direction} that is abandoned here")

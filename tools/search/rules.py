@@ -54,6 +54,8 @@ def check(state: State, line: dict[str, Any]) -> None:
         for opportunity in follow_ups:
             check_opportunity(state, opportunity, decision["id"])
         decisions.check(state, decision, follow_ups)
+    elif kind == "usage":
+        _check_usage(facts, f"line {line['n']}")
 
 
 def _check_ids(state: State, kind: str, facts: Facts, where: str) -> None:
@@ -216,19 +218,24 @@ def _taken_opportunity(state: State, action: Facts) -> Any:
 # ---------------------------------------------------------------- audits
 
 
-def _check_audit(state: State, audit: Facts) -> None:
-    record, identity = audit["id"], audit["implementation"]
+def check_auditable(state: State, record: str, identity: str) -> None:
+    """RuleError where an implementation may not be audited now, whatever comes out."""
     if identity not in state.implementations:
         raise RuleError(record, "unknown-record", f"{identity} is no implementation of this run")
     if identity != ROOT:
         _refuse_unqualified(state, record)
+    _refuse_repetition(state, record, identity)
+
+
+def _check_audit(state: State, audit: Facts) -> None:
+    record, identity = audit["id"], audit["implementation"]
+    check_auditable(state, record, identity)
     if audit["action"] != state.implementations[identity].action:
         raise RuleError(record, "links", f"{identity} was made by {state.implementations[identity].action}")
     if audit["status"] == "INCOMPLETE":
         raise RuleError(record, "incomplete-report", f"the evaluation of {identity} did not finish: run the audit again")
     if audit["verified"] != (audit["status"] == "PASSED"):
         raise RuleError(record, "links", f"verified and status {audit['status']} do not agree")
-    _refuse_repetition(state, record, identity)
     _check_promotion(audit)
 
 
@@ -263,3 +270,19 @@ def _check_promotion(audit: Facts) -> None:
         raise RuleError(audit["id"], "promotion-not-granted", f"T {own} is not below the incumbent's {rival} of the same run")
     if audit["gain"] is not None and not 0 < audit["gain"] < 1:
         raise RuleError(audit["id"], "promotion-not-granted", f"gain {audit['gain']} is none")
+
+
+# ---------------------------------------------------------------- usage
+
+
+def _check_usage(usage: Facts, record: str) -> None:
+    """Whole numbers of tokens, or the reason why there are none."""
+    if "unavailable" in usage:
+        if set(usage) != {"unavailable"} or not usage["unavailable"]:
+            raise RuleError(record, "usage", "where counts are unavailable, state the reason and nothing else")
+        return
+    counts = [usage["input_tokens"], usage["output_tokens"], usage["cached_tokens"] or 0]
+    if any(isinstance(count, bool) or not isinstance(count, int) or count < 0 for count in counts):
+        raise RuleError(record, "usage", f"{counts} are not all whole numbers from 0")
+    if counts[2] > counts[0]:
+        raise RuleError(record, "usage", f"cached tokens ({counts[2]}) are a part of the input tokens ({counts[0]})")

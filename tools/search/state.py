@@ -203,7 +203,7 @@ class State:
         return False
 
     def vertex_status(self, identity: str) -> str:
-        """One word: incumbent, root (not yet qualified), unaudited, failed, verified (undecided), frontier, archived, abandoned."""
+        """One word; `root` is a root not yet qualified, `verified` a child not yet decided about."""
         if identity == self.incumbent:
             return "incumbent"
         if identity not in self.audit_of:
