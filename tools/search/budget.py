@@ -85,9 +85,10 @@ def fit(sections: Sequence[Section], budget: int) -> str:
     minimum = needed + _cost(GENERAL_NOTE)
     if minimum > budget:
         raise UserError(f"--budget {budget}: too small for the stage and the next command; give at least {minimum}")
-    # What is left out is named at the end, in the most telling form there is room for: no block may take that room.
-    brief = max(_cost(_brief_note(sections, {})), _cost(GENERAL_NOTE))
-    room = budget - needed - (brief if needed + brief <= budget else _cost(GENERAL_NOTE))
+    # What is left out is named at the end: no block may take that room. Of the forms of the note the most telling one
+    # whose longest version takes no more than an eighth of the budget.
+    notes = [_cost(note(sections, {})) for note in (_full_note, _brief_note)]
+    room = budget - needed - next((cost for cost in notes if cost <= min(budget // 8, budget - needed)), _cost(GENERAL_NOTE))
 
     ended: set[int] = set()
     ranked = [(-block.worth, i, n) for i, s in enumerate(sections) for n, block in enumerate(s.blocks) if not block.always]
@@ -126,7 +127,7 @@ def _left_out(sections: Sequence[Section], kept: dict[int, list[Block]]) -> list
 
 def _brief_note(sections: Sequence[Section], kept: dict[int, list[Block]]) -> str:
     names = "; ".join(f"{section.title} ({n})" for section, n in _left_out(sections, kept))
-    return f"Left out for this budget (a larger --budget shows it): {names}" if names else ""
+    return f"Left out for this budget (a larger --budget shows it, or the run's records): {names}" if names else ""
 
 
 def _full_note(sections: Sequence[Section], kept: dict[int, list[Block]]) -> str:

@@ -84,7 +84,8 @@ def next_section(view: View, now: Focus) -> Section:
     if rules := _rules(view, now):
         section.add("Rules that bite now:\n" + "\n".join(f"- {rule}" for rule in rules), 100)
     if body := _body(view, now):
-        section.add(f"The file holds (fill in):\n```json\n{json.dumps(body, indent=1)}\n```", 88)
+        lines = ",\n".join(f'  "{key}": {json.dumps(value)}' for key, value in body.items())
+        section.add(f"The file holds (fill in):\n```json\n{{\n{lines}\n}}\n```", 88)
     return section
 
 

@@ -24,10 +24,8 @@ def state_section(view: View) -> Section:
         incumbent = "none: the root has no audit that starts the search"
     else:
         audit = view.audit_of(view.incumbent)
-        gain = state.best[-1][2] if state.best else 1.0
-        incumbent = (
-            f"{view.incumbent}, T {figure(audit['T'] if audit else None)}, {gain:.3f}x the root's speed over all promotions"
-        )
+        time = figure(audit["T"] if audit else None)
+        incumbent = f"{view.incumbent}, T {time}, {state.speedup:.3f}x the root's speed over all promotions"
     section.add(f"- incumbent: {incumbent}", 96)
     section.add(f"- kappa {state.kappa} of {settings['kappa_max']} (audits since the last promotion; the run stops there)", 95)
     if not view.withheld & {"branches", "history"}:
@@ -174,9 +172,9 @@ def source_section(view: View, now: Focus) -> Section:
     about, words = _about(view, now)
     for rank, (region, order) in enumerate(regions.ranked(found, record["shared_regions"], about, words)):
         what = region.kind if region.name == "between" else f"{region.kind} {region.name}"
-        header = f"Lines {region.first} to {region.last}, {what}:"
-        worth = {0: 72.0, 1: 71.0, 2: 66.0, 3: 48.0, 4: 44.0}[order] - rank / 1000
-        section.add(f"{header}\n{fenced(region.text, record['source']['suffix'])}", worth, place=region.first)
+        lines = f"Lines {region.first} to {region.last}" if region.last > region.first else f"Line {region.first}"
+        worth = {0: 68.0, 1: 67.0, 2: 63.0, 3: 48.0, 4: 44.0}[order] - rank / 1000
+        section.add(f"{lines}, {what}:\n{fenced(region.text, record['source']['suffix'])}", worth, place=region.first)
     return section
 
 
@@ -201,6 +199,6 @@ def steps_section(view: View) -> Section:
         decision = f"{attempt.decision['decision']} {attempt.decision['subject']} ({attempt.decision['id']})"
         told = summary(attempt.decision["interpretation"])
         rows.append(f"- {attempt.child['id']} {attempt.direction}: {outcome(attempt.audit)} | {decision}: {told}")
-    section.add_rows(rows[:8], 68, 60)
-    section.add_rows(rows[8:], 30, 1)
+    section.add_rows(rows[:5], 81, 73)
+    section.add_rows(rows[5:], 50, 1)
     return section

@@ -72,6 +72,6 @@ def archive_section(view: View) -> Section:
             text += f". {summary(attempt.decision['interpretation'])}"
         taken = [str(record["id"]) for record in view.pending if name in record["applies_to"]]
         rows.append(text + (f" Pending for it: {names(taken)}" if taken else ""))
-    section.add_rows(rows[:6], 67, 57)
+    section.add_rows(rows[:6], 75, 58)
     section.add_rows(rows[6:], 42, 3)
     return section

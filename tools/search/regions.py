@@ -64,8 +64,12 @@ def scan(text: str) -> list[Region]:
     regions: list[Region] = []
 
     def add(name: str, kind: str, scope: str, begin: int, end: int) -> None:
-        part = "\n".join(lines[begin:end])
-        if part.strip():
+        while begin < end and not lines[begin].strip():
+            begin += 1
+        while end > begin and not lines[end - 1].strip():
+            end -= 1
+        if begin < end:
+            part = "\n".join(lines[begin:end])
             uses = frozenset(_WORD.findall("\n".join(code_lines[begin:end])))
             regions.append(Region(name, kind, scope, begin + 1, end, part, uses))
 
