@@ -43,7 +43,8 @@ def create(
     make_folder(folder)
     with log.lock(folder):
         _refuse_taken(folder)
-        time = log.next_time([])
+        chain = log.Log(folder)
+        time = chain.next_time()
         created = time[:19] + "+00:00"
         evaluator = sha256_json(integrity.evaluator_hashes())
         judged = {**{section: target.sections[section] for section in JUDGED_BY}, "evaluator": evaluator}
@@ -73,7 +74,7 @@ def create(
             write_atomic(folder / "prompts" / f"{key}.md", text)
         write_atomic(folder / "config.json", record_bytes(target.config))
         write_atomic(folder / "sources" / f"{root['source']['sha256']}.{suffix}", data)
-        log.append(folder, [], "init", [manifest, root], facts.of_line("init", manifest, [root]), time)
+        chain.append(chain.line("init", [manifest, root], facts.of_line("init", manifest, [root]), time), [manifest, root])
     return Run.open(folder)
 
 

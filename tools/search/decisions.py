@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from tools.search.records import RuleError
 
 if TYPE_CHECKING:
-    from tools.search.state import Opportunity, State
+    from tools.search.state import State
+    from tools.search.vertices import Opportunity
 
 Facts = dict[str, Any]
 

@@ -1,8 +1,9 @@
 """The log of a run: JSON lines that name records, each chained to the line before by hash. Appended to, never rewritten.
 
-    lines = read_lines(folder)
+    log = Log(folder)
     with lock(folder):
-        line = append(folder, read_lines(folder), "propose", [opportunity], facts)
+        log.refresh()
+        log.append(log.line("propose", [opportunity], facts, log.next_time()), [opportunity])
 
 A command is one line. Its records are on disk before the line is written, and count only once the line is: a command
 that was killed leaves at most records that no line names, or a torn last line, and both are overwritten by the next one.
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.core.errors import UserError
-from tools.core.files import canonical_json, file_lock, read_bytes, sha256_bytes, show_path, write_atomic
+from tools.core.files import canonical_json, file_lock, sha256_bytes, show_path, write_atomic
 from tools.search.records import MANIFEST, record_bytes
 
 NAME = "log.jsonl"
@@ -28,6 +29,7 @@ START = "0" * 64
 TYPES = ("init", "propose", "act", "audit", "decide", "usage")
 _TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}\+00:00")
 _KEYS = {"n", "time", "type", "records", "facts", "prev", "hash"}
+Line = dict[str, Any]
 
 
 def lock(folder: Path) -> AbstractContextManager[None]:
@@ -42,35 +44,106 @@ def record_path(folder: Path, identity: str) -> Path:
     return folder / "run.json" if identity == MANIFEST else folder / "records" / f"{identity}.json"
 
 
-def read_lines(folder: Path) -> list[dict[str, Any]]:
-    """Every acknowledged line, its chain checked. UserError names the first line that does not hold."""
-    return _read(folder)[0]
+class Log:
+    """The acknowledged lines of a run's log, as far as `refresh` has read, and the one way to add another."""
 
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.path = folder / NAME
+        self.lines: list[Line] = []
+        self._end = 0  # bytes that `lines` take; what follows was written since, or never acknowledged
 
-def _read(folder: Path) -> tuple[list[dict[str, Any]], int]:
-    """The lines, and how many bytes of the file they take: what follows was never acknowledged."""
-    path = folder / NAME
-    if not path.is_file():
-        return [], 0
-    pieces = read_bytes(path).split(b"\n")
-    torn = pieces.pop()  # what follows the last newline: empty, or the start of a line
-    lines: list[dict[str, Any]] = []
-    end = 0
-    for number, piece in enumerate(pieces):
-        where = f"{show_path(path)}: line {number + 1}"
+    def refresh(self) -> list[Line]:
+        """Read what was appended since, check its chain, and return it. UserError names the first line that does not hold."""
         try:
-            line = json.loads(piece)
-        except ValueError:
-            if number == len(pieces) - 1 and not torn:
-                break
-            raise UserError(f"{where}: not JSON: the log was damaged or edited; restore it from a copy") from None
-        _check(line, piece, lines[-1] if lines else None, where)
-        lines.append(line)
-        end += len(piece) + 1
-    return lines, end
+            with open(self.path, "rb") as stream:
+                size = stream.seek(0, os.SEEK_END)
+                stream.seek(self._end)
+                data = stream.read()
+        except FileNotFoundError:
+            size, data = 0, b""
+        except OSError as error:
+            raise UserError(f"{show_path(self.path)}: cannot read: {error.strerror or error}") from None
+        if size < self._end:
+            raise UserError(f"{show_path(self.path)}: was cut while it was read: restore it from a copy")
+        first = len(self.lines)
+        pieces = data.split(b"\n")
+        torn = pieces.pop()  # what follows the last newline: nothing, or the start of a line
+        for number, piece in enumerate(pieces):
+            where = f"{show_path(self.path)}: line {len(self.lines) + 1}"
+            try:
+                line = json.loads(piece)
+            except ValueError:
+                if number == len(pieces) - 1 and not torn:
+                    break  # a torn line
+                raise UserError(f"{where}: not JSON: the log was damaged or edited; restore it from a copy") from None
+            _check(line, piece, self.lines[-1] if self.lines else None, where)
+            self.lines.append(line)
+            self._end += len(piece) + 1
+        return self.lines[first:]
+
+    def next_time(self, now: str | None = None) -> str:
+        """The time of a next line: now, and never earlier than the last one's."""
+        now = now or now_text()
+        if self.lines and now < self.lines[-1]["time"]:
+            last = str(self.lines[-1]["time"])
+            print(f"warning: the clock stands before the log's last line ({last}): that time is used", file=sys.stderr)
+            return last
+        return now
+
+    def line(self, kind: str, records: list[dict[str, Any]], facts: dict[str, Any], time: str) -> Line:
+        """The line that would follow. `records`: in full; the manifest is the one without an id."""
+        line: Line = {
+            "n": len(self.lines),
+            "time": time,
+            "type": kind,
+            "records": [{"id": r.get("id", MANIFEST), "sha256": sha256_bytes(record_bytes(r))} for r in records],
+            "facts": facts,
+            "prev": self.lines[-1]["hash"] if self.lines else START,
+        }
+        line["hash"] = sha256_bytes(canonical_json(line))
+        return line
+
+    def append(self, line: Line, records: list[dict[str, Any]]) -> None:
+        """Write the records, then the line that names them. Only inside `lock`, after `refresh`."""
+        for record in records:
+            write_atomic(record_path(self.folder, record.get("id", MANIFEST)), record_bytes(record))
+        if records:
+            _sync(self.folder / "records")
+        data = canonical_json(line) + b"\n"
+        try:
+            self._write(data)
+        except OSError as error:
+            raise UserError(
+                f"{show_path(self.path)}: cannot write: {error.strerror or error}; nothing was recorded: run the command again"
+            ) from None
+        if self._end == 0:
+            _sync(self.folder)
+        self._end += len(data)
+        self.lines.append(line)
+
+    def _write(self, data: bytes) -> None:
+        """Put a line behind the last acknowledged one, over what a killed command left; take it back if it is not whole."""
+        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            os.ftruncate(descriptor, self._end)
+            try:
+                if os.pwrite(descriptor, data, self._end) != len(data):
+                    raise OSError("the disk took a part of the line only")
+                os.fsync(descriptor)
+            except OSError:
+                os.ftruncate(descriptor, self._end)
+                raise
+        finally:
+            os.close(descriptor)
 
 
-def _check(line: Any, piece: bytes, before: dict[str, Any] | None, where: str) -> None:
+def read_lines(folder: Path) -> list[Line]:
+    """Every acknowledged line of a run's log, its chain checked."""
+    return Log(folder).refresh()
+
+
+def _check(line: Any, piece: bytes, before: Line | None, where: str) -> None:
     """UserError where a line, whose bytes are `piece`, is not what was written after the line before."""
     if not isinstance(line, dict) or not {"n", "hash", "prev"} <= set(line):
         raise UserError(f"{where}: not a line of a run's log")
@@ -92,85 +165,9 @@ def _check(line: Any, piece: bytes, before: dict[str, Any] | None, where: str) -
         raise UserError(f"{where}: chain: time {line['time']!r} is earlier than that of the line before: {way_out}")
 
 
-def line_hash(line: dict[str, Any]) -> str:
-    """The hash that a line must state: of everything else in it."""
-    return sha256_bytes(canonical_json({key: value for key, value in line.items() if key != "hash"}))
-
-
 def now_text() -> str:
     """UTC with microseconds, as lines state it."""
     return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="microseconds")
-
-
-def next_time(lines: list[dict[str, Any]], now: str | None = None) -> str:
-    """The time of a next line: now, and never earlier than the last one."""
-    now = now or now_text()
-    if lines and now < lines[-1]["time"]:
-        print(f"warning: the clock stands before the log's last line ({lines[-1]['time']}): that time is used", file=sys.stderr)
-        return str(lines[-1]["time"])
-    return now
-
-
-def make_line(
-    lines: list[dict[str, Any]], kind: str, records: list[dict[str, Any]], facts: dict[str, Any], time: str
-) -> dict[str, Any]:
-    """The line that would follow. `records`: in full; the manifest, where there is one, has no id."""
-    line: dict[str, Any] = {
-        "n": len(lines),
-        "time": time,
-        "type": kind,
-        "records": [{"id": r.get("id", MANIFEST), "sha256": sha256_bytes(record_bytes(r))} for r in records],
-        "facts": facts,
-        "prev": lines[-1]["hash"] if lines else START,
-    }
-    line["hash"] = line_hash(line)
-    return line
-
-
-def append(
-    folder: Path,
-    lines: list[dict[str, Any]],
-    kind: str,
-    records: list[dict[str, Any]],
-    facts: dict[str, Any],
-    now: str | None = None,
-) -> dict[str, Any]:
-    """Write the records, then the line that names them. Call it inside `lock`, with all lines that the log holds."""
-    line = make_line(lines, kind, records, facts, now or next_time(lines))
-    for record in records:
-        write_atomic(record_path(folder, record.get("id", MANIFEST)), record_bytes(record))
-    if records:
-        _sync(folder / "records")
-    _write(folder, line)
-    return line
-
-
-def _write(folder: Path, line: dict[str, Any]) -> None:
-    """Put one line behind the last acknowledged one. A line that did not reach the disk whole is taken back."""
-    path = folder / NAME
-    _, end = _read(folder)
-    try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    except OSError as error:
-        raise UserError(f"{show_path(path)}: cannot write: {error.strerror or error}") from None
-    try:
-        os.ftruncate(descriptor, end)
-        try:
-            data = canonical_json(line) + b"\n"
-            if os.pwrite(descriptor, data, end) != len(data):
-                raise OSError("the line was written in part")
-            os.fsync(descriptor)
-        except OSError:
-            os.ftruncate(descriptor, end)
-            raise
-    except OSError as error:
-        raise UserError(
-            f"{show_path(path)}: cannot write: {error.strerror or error}; nothing was recorded: run the command again"
-        ) from None
-    finally:
-        os.close(descriptor)
-    if end == 0:
-        _sync(folder)
 
 
 def _sync(folder: Path) -> None:

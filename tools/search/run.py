@@ -14,15 +14,17 @@ import json
 import lzma
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tools.core.config import Target, load_target
 from tools.core.errors import UserError
 from tools.core.files import REPO_ROOT, read_bytes, sha256_bytes, show_path, write_atomic
 from tools.search import facts, log, rules
 from tools.search.records import LETTERS, MANIFEST, ROOT, RuleError, kind_of, make_id
 from tools.search.schemas import check_version, validate
 from tools.search.state import State
+
+if TYPE_CHECKING:
+    from tools.core.config import Target
 
 Record = dict[str, Any]
 Show = Callable[[str], None]
@@ -34,8 +36,8 @@ class Run:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.lines: list[dict[str, Any]] = []
         self.state = State()
+        self._log = log.Log(folder)
         self._hashes: dict[str, str] = {}
         self.refresh()
         self.manifest: Record = self._read(MANIFEST)
@@ -47,25 +49,26 @@ class Run:
             raise UserError(f"{show_path(folder)}: no such folder; a run is made by: ir.py init --run {show_path(folder)}")
         return cls(folder)
 
+    @property
+    def lines(self) -> list[log.Line]:
+        """The acknowledged lines of the log."""
+        return self._log.lines
+
     def refresh(self) -> None:
         """Take in what other writers have appended."""
-        lines = log.read_lines(self.folder)
-        if not lines:
-            raise UserError(f"{show_path(self.folder)}: no run there: {log.NAME} holds no line; make one with ir.py init")
-        if self.lines and self.lines[-1]["hash"] != lines[len(self.lines) - 1]["hash"]:
-            raise UserError(f"{show_path(self.folder / log.NAME)}: was replaced while it was read: run the command again")
-        for line in lines[len(self.lines) :]:
+        for line in self._log.refresh():
             self._take(line)
+        if not self.lines:
+            raise UserError(f"{show_path(self.folder)}: no run there: {log.NAME} holds no line; make one with ir.py init")
 
-    def _take(self, line: dict[str, Any]) -> None:
+    def _take(self, line: log.Line) -> None:
         try:
             self.state.apply(line)
         except (KeyError, TypeError, ValueError, AttributeError) as problem:
             where = f"{show_path(self.folder / log.NAME)}: line {line['n'] + 1}"
             raise UserError(
-                f"{where}: its facts are not what this version writes ({problem!r}): ir.py verify says more"
+                f"{where}: its facts are not what this version writes ({problem!r}): restore it from a copy"
             ) from None
-        self.lines.append(line)
         self._hashes.update({named["id"]: named["sha256"] for named in line["records"]})
 
     # ------------------------------------------------------------ reading
@@ -164,6 +167,8 @@ class Run:
 
     def target(self) -> Target:
         """The target's config as it is now; the run's own is frozen in config.json."""
+        from tools.core.config import load_target
+
         target = self.manifest["target"]
         config = None if target["config"] is None else REPO_ROOT / target["config"]
         return load_target(target["name"], config)
@@ -233,7 +238,7 @@ class Run:
         """The line that these records would make, after schema and rules have let them pass."""
         for record in records:
             validate(kind_of(record["id"]), record, record["id"])
-        line = log.make_line(self.lines, kind, records, usage or facts.of_records(records), time)
+        line = self._log.line(kind, records, usage or facts.of_records(records), time)
         rules.check(self.state, line)
         return line
 
@@ -243,12 +248,12 @@ class Run:
         """One step: under the lock, on the newest state, make the records, check them, write files, records and the line."""
         with log.lock(self.folder):
             self.refresh()
-            time = log.next_time(self.lines)
+            time = self._log.next_time()
             records, files = build(time)
             line = self._line(kind, records, time, usage)
             for path, data in files.items():
                 write_atomic(path, data)
-            log.append(self.folder, self.lines, kind, records, line["facts"], time)
+            self._log.append(line, records)
             self._take(line)
             return records
 
