@@ -17,6 +17,7 @@ import yaml
 
 from tools.core.config import load_target, target_names
 from tools.core.errors import CommandParser, UserError
+from tools.ir import COMMANDS as COMMAND_NAMES
 
 REPO = Path(__file__).resolve().parents[1]
 SKILL = REPO / ".agents" / "skills" / "areal-tik"
@@ -114,8 +115,7 @@ def test_a_wrong_command_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_loop_is_covered() -> None:
     used = {line.split("tools/ir.py ")[1].split()[0] for _, line in COMMANDS if "tools/ir.py " in line}
-    assert used >= {"init", "status", "context", "propose", "act", "audit", "decide", "usage", "verify", "report"}
-    assert used >= {"export-job", "import-report", "publish"}
+    assert used == set(COMMAND_NAMES)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -202,22 +202,34 @@ def test_every_rule_is_explained() -> None:
     assert explained == rules_of_the_tool() | noted
 
 
+def test_what_an_action_may_restate_is_explained() -> None:
+    from tools.search.acts import RENEWED
+
+    text = (SKILL / "references" / "records.md").read_text()
+    assert {row.split("`")[1] for row in text.splitlines() if "| inherited |" in row} == set(RENEWED)
+
+
 @pytest.mark.parametrize("name", target_names())
-def test_prompts_of_a_target(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    target = load_target(name)
-    prompts = target.config["prompts"]
+def test_prompts_of_a_target(name: str) -> None:
+    config = load_target(name).config
+    prompts = config["prompts"]
     assert set(prompts) == {*SIX, "target"}
     assert all(prompts[key] == load_target("cpu").config["prompts"][key] for key in SIX)
-    assert f"prompts/{'target'}.md" in prompts["agent_task"]
-    parser = importlib.import_module("tools.ir")
-    with pytest.raises(SystemExit) as left, monkeypatch.context() as quiet:
-        quiet.setattr("sys.stdout.write", lambda text: len(text))
-        parser.main(["--help"])
-    assert left.value.code == 0
-    for command in re.findall(r"ir\.py ([a-z-]+)", "\n".join(prompts.values())):
-        assert command in {line.split("tools/ir.py ")[1].split()[0] for _, line in COMMANDS if "tools/ir.py " in line}
-    for word in re.findall(r"\blimits\.(\w+)", "\n".join(prompts.values())):
-        assert word in target.config["limits"]
+    text = "\n".join(prompts.values())
+    named = set(re.findall(r"ir\.py ([a-z-]+)", text))
+    assert named >= {"context", "propose", "act", "audit", "decide", "usage", "status"} and named <= set(COMMAND_NAMES)
+    assert set(re.findall(r"\blimits\.(\w+)", text)) <= set(config["limits"])
+
+
+def test_a_run_freezes_every_prompt(tmp_path: Path) -> None:
+    from tools.search.create import create
+
+    run = create(tmp_path / "run", "cpu")
+    prompts = load_target("cpu").config["prompts"]
+    assert {path.stem: path.read_text() for path in (run.folder / "prompts").iterdir()} == prompts
+    told = set(re.findall(r"RUN/([\w./-]*\w)", "\n".join(prompts.values())))
+    assert told >= {"config.json", "prompts/target.md", "work"}
+    assert not [path for path in told if not (run.folder / path).exists()]
 
 
 def test_a_target_note_changes_no_other_section(tmp_path: Path) -> None:
