@@ -258,6 +258,8 @@ class Judge:
     def close(self) -> None:
         """End all workers at once: none holds anything that is needed."""
         for runner in self.runners.values():
+            runner.strike()
+        for runner in self.runners.values():
             runner.kill()
             self.waited_s += runner.waited_s
         sandbox.kill_strays(live_workers())
@@ -589,6 +591,8 @@ class Judge:
     def _remeasure(self) -> list[dict[str, Any]]:
         """The cold cells of all kernels once more, in fresh processes that start in the other order."""
         roles = [role for role in reversed(RACING) if role in self.builds]
+        for role in roles:
+            self.runners[role].strike()
         for role in roles:
             self.runners[role].kill()
             self.waited_s += self.runners[role].waited_s

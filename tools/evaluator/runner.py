@@ -30,7 +30,7 @@ LONGEST_MS = 1e9  # of anything that a worker times
 MAX_WORKSPACE_BYTES = {"cpu": 1 << 30, "cuda": 8 << 30}  # of all that a worker asks for
 PRIVATE_BYTES = 8 << 30  # of a confined CPU worker's own memory
 START_TIMEOUT_S = 120.0
-STOP_TIMEOUT_S = 10.0
+STOP_TIMEOUT_S, STOP_SOON_S = 10.0, 0.5e-3
 AWAKE_S = 0.02  # of processor time that a stopped worker may seem to use: a virtual machine booked 3 ms after the stop
 POISONS = (0xFF, 0x7F, 0xA5)  # bytes written over workspaces; 0xFF.. and 0x7F.. read as NaN in every float format
 
@@ -84,7 +84,7 @@ class Call:
 class Runner:
     """One worker. `name` is its role in the report (candidate, witness, root, incumbent, or a provider's name).
 
-    trusted: it may map closed chunks. waited_s: how long the judge waited for its replies.
+    trusted: it may map closed chunks. waited_s: how long the judge waited for its replies and its end.
     """
 
     def __init__(
@@ -157,25 +157,34 @@ class Runner:
     def alive(self) -> bool:
         return self._process.poll() is None
 
-    def kill(self) -> None:
-        """End the worker and everything it started."""
+    def strike(self) -> None:
+        """Begin to end the worker and everything it started; `kill` waits for the end. A GPU's memory takes a second to
+        give back, so that many workers are struck first and waited for together."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
+
+    def kill(self) -> None:
+        """End the worker and everything it started."""
+        self.strike()
+        start = time.monotonic()
         with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in the kernel: nothing more can be done from here
             self._process.wait(timeout=10)
+        self.waited_s += time.monotonic() - start
         _live.discard(self._process.pid)
         with contextlib.suppress(OSError):
             self._scratch.cleanup()
 
     def _stop(self) -> None:
         """Stop every thread of the worker, and wait until it stands still."""
-        pid, deadline = self._process.pid, time.monotonic() + STOP_TIMEOUT_S
+        pid, start = self._process.pid, time.monotonic()
+        soon, deadline = start + STOP_SOON_S, start + STOP_TIMEOUT_S
         with contextlib.suppress(ProcessLookupError, PermissionError, ChildProcessError):
             os.killpg(pid, signal.SIGSTOP)
             while os.waitid(os.P_PID, pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
-                if time.monotonic() > deadline:
+                if (now := time.monotonic()) > deadline:
                     raise self._fail("TIMEOUT", f"does not stop within {STOP_TIMEOUT_S:g} s")
-                time.sleep(20e-6)
+                # Most stand still at once, and the shortest sleep takes several times as long.
+                time.sleep(20e-6) if now > soon else os.sched_yield()
             self._stopped = True
             self._processor_s = self._processor_time()
 

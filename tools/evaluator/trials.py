@@ -128,7 +128,8 @@ class Track:
 def _end(runners: list[Runner]) -> None:
     """At once: none holds anything that is needed."""
     for runner in runners:
-        runner.kill()
+        runner.strike()
+    for runner in runners:
         runner.close()
 
 
