@@ -14,10 +14,13 @@ from typing import Any
 
 import pytest
 import yaml
+from ir_tools import Scripted, edited
 
+from tools import ir
 from tools.core.config import load_target, target_names
 from tools.core.errors import CommandParser, UserError
-from tools.ir import COMMANDS as COMMAND_NAMES
+from tools.search.create import create
+from tools.search.run import Run
 
 REPO = Path(__file__).resolve().parents[1]
 SKILL = REPO / ".agents" / "skills" / "areal-tik"
@@ -115,7 +118,7 @@ def test_a_wrong_command_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_loop_is_covered() -> None:
     used = {line.split("tools/ir.py ")[1].split()[0] for _, line in COMMANDS if "tools/ir.py " in line}
-    assert used == set(COMMAND_NAMES)
+    assert used == set(ir.COMMANDS)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -159,6 +162,32 @@ def test_examples_are_valid_records() -> None:
     for follow_up in found["decide"]["follow_ups"]:
         check("opportunity", follow_up)
     check("lineage", {**found["decide"], "follow_ups": ["O0002"]})
+
+
+def test_examples_make_a_run(tmp_path: Path) -> None:
+    """Taken as they stand, one after the other, they pass every rule, in the order that the skill tells."""
+    found, folder = examples(), tmp_path / "run"
+    run = create(folder, "cpu")
+    evaluator = Scripted()
+    evaluator.code["decode"] = "identical"
+    child = run.folder / "work" / "child.cpp"
+    child.write_bytes(edited(run.source("I0000"), "a change"))
+    for name, body in found.items():
+        (folder / "work" / f"{name}.json").write_text(json.dumps(body))
+    steps: list[list[Any]] = [
+        ["audit"],
+        ["propose", "--file", folder / "work" / "opportunity.json"],
+        ["act", "--file", folder / "work" / "action.json", "--source", child],
+        ["audit"],
+        ["decide", "--file", folder / "work" / "decide.json"],
+        ["usage", "--unavailable", "the environment shows none"],
+        ["verify"],
+    ]
+    with evaluator.at_work():
+        for command, *options in steps:
+            assert ir.main([command, "--run", str(folder), *map(str, options)]) == 0
+    state = Run.open(folder).state
+    assert state.stage == "action" and state.pending == ["O0002"] and "I0001" in state.frontier
 
 
 def test_a_wrong_example_is_noticed() -> None:
@@ -217,13 +246,11 @@ def test_prompts_of_a_target(name: str) -> None:
     assert all(prompts[key] == load_target("cpu").config["prompts"][key] for key in SIX)
     text = "\n".join(prompts.values())
     named = set(re.findall(r"ir\.py ([a-z-]+)", text))
-    assert named >= {"context", "propose", "act", "audit", "decide", "usage", "status"} and named <= set(COMMAND_NAMES)
+    assert named >= {"context", "propose", "act", "audit", "decide", "usage", "status"} and named <= set(ir.COMMANDS)
     assert set(re.findall(r"\blimits\.(\w+)", text)) <= set(config["limits"])
 
 
 def test_a_run_freezes_every_prompt(tmp_path: Path) -> None:
-    from tools.search.create import create
-
     run = create(tmp_path / "run", "cpu")
     prompts = load_target("cpu").config["prompts"]
     assert {path.stem: path.read_text() for path in (run.folder / "prompts").iterdir()} == prompts
