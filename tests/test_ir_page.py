@@ -105,7 +105,9 @@ def make_run(
     for place in range(1, attempts + 1):
         child, action = f"I{place:04d}", f"A{place:04d}"
         merge = place % 17 == 0 and len(frontier) > 1
-        parents = draw.sample(frontier, 2) if merge else [incumbent if draw.random() < 0.6 else draw.choice(frontier)]
+        parents = (
+            draw.sample(frontier[-12:], 2) if merge else [incumbent if draw.random() < 0.6 else draw.choice(frontier[-6:])]
+        )
         direction = DIRECTIONS[place % len(DIRECTIONS)]
         used += draw.randrange(20_000, 90_000)
         audited += 1

@@ -11,7 +11,8 @@ from tools.search.page_data import Step, Story
 from tools.search.page_html import Markup, tag, times
 
 WIDTH, HEIGHT = 500.0, 320.0
-LEFT, RIGHT, TOP, BOTTOM = 50.0, 46.0, 34.0, 66.0
+LEFT, RIGHT, TOP, BOTTOM = 44.0, 52.0, 36.0, 54.0
+INSET = 12.0  # from the axis to the first step
 
 
 def by_steps(story: Story) -> Markup:
@@ -32,15 +33,16 @@ def _chart(story: Story, position: Callable[[Step], float], unit: str, title: st
     values = [step.speedup for step in steps if step.speedup is not None] + [step.best or 1.0 for step in steps] + [1.0]
     low, high, rise = _scale(min(values), max(values))
     last = max([position(step) for step in steps] + [0.0])
-    _, end, run = _scale(0.0, last if last > 0 else 1.0, whole=unit == "step")
+    end = last if last > 0 else 1.0
+    _, _, run = _scale(0.0, end, whole=unit == "step")
 
     def x(value: float) -> float:
-        return LEFT + (WIDTH - LEFT - RIGHT) * value / end
+        return LEFT + INSET + (WIDTH - LEFT - INSET - RIGHT) * value / end
 
     def y(value: float) -> float:
         return HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * (value - low) / (high - low)
 
-    parts = [_text(LEFT - 38, 16, f"T of the root / T, {title}", "strong")]
+    parts = [_text(8, 16, f"Speed-up over the root, {title}", "strong")]
     for tick in _ticks(low, high, rise):
         kind = "axis" if abs(tick - 1) < 1e-9 else "grid"
         parts.append(tag("path", class_=kind, d=f"M{LEFT:.0f} {y(tick):.1f}H{WIDTH - RIGHT:.0f}"))
@@ -48,9 +50,8 @@ def _chart(story: Story, position: Callable[[Step], float], unit: str, title: st
     floor = HEIGHT - BOTTOM + 16
     parts.append(tag("path", class_="grid", d=f"M{LEFT:.0f} {floor:.0f}H{WIDTH - RIGHT:.0f}"))
     for tick in _ticks(0.0, end, run):
-        parts.append(_text(x(tick), floor + 20, f"{tick:g}", "muted", "middle"))
-    parts.append(_text(WIDTH - RIGHT, floor + 38, unit, "muted", "end"))
-    parts.append(_text(LEFT, floor + 38, "lowest line: no time, since not verified", "muted small"))
+        parts.append(_text(x(tick), floor + 19, f"{tick:g}", "muted", "middle"))
+    parts.append(_text(WIDTH - 8, floor + 34, unit, "muted", "end"))
     parts.append(_best(steps, position, x, y))
     size = 5.5 if len(steps) <= 80 else 3.5
     for step in steps:
@@ -93,7 +94,7 @@ def _scale(low: float, high: float, whole: bool = False) -> tuple[float, float, 
 
 
 def _ticks(low: float, high: float, tick: float) -> list[float]:
-    return [round(low + tick * index, 10) for index in range(round((high - low) / tick) + 1)]
+    return [round(low + tick * index, 10) for index in range(math.floor((high - low) / tick + 1e-9) + 1)]
 
 
 def legend() -> Markup:
@@ -102,7 +103,7 @@ def legend() -> Markup:
     for status, text in (
         ("incumbent", "promoted"),
         ("verified", "verified, not promoted"),
-        ("failed", "did not verify"),
+        ("failed", "did not verify, so not timed (lowest line)"),
         ("root", "the root"),
     ):
         drawing = tag("svg", join_group(status, [mark(status, 13, 13, 7)]), viewBox="0 0 26 26", aria_hidden="true")

@@ -15,7 +15,7 @@ from tools.search.page_data import Step, Story
 from tools.search.page_html import Markup, esc, percent, slug, tag, times
 
 DENSE = 60  # more steps than this are drawn closer together
-ROW = 58.0
+ROW, LINE_ROW = 58.0, 18.0  # heights of a row with vertices, and of one that holds lines only
 RADIUS = 9.0
 MARGIN = 30.0
 STATUSES = {
@@ -104,14 +104,10 @@ def draw(story: Story, links: bool) -> tuple[Markup, float, float]:
         return Markup(""), 0.0, 0.0
     layout = place(steps, story.incumbent_path)
     wide = 88.0 if len(steps) <= DENSE else 54.0
-    top = min([row for _, row in layout.place.values()] + list(layout.line.values()))
-    bottom = max([row for _, row in layout.place.values()] + list(layout.line.values()))
+    y = _rows(layout)
 
     def x(column: float) -> float:
         return MARGIN + wide * column
-
-    def y(row: int) -> float:
-        return MARGIN + ROW * (row - top)
 
     on_path = set(zip(story.incumbent_path, story.incumbent_path[1:], strict=False))
     edges, vertices = [], []
@@ -120,13 +116,23 @@ def draw(story: Story, links: bool) -> tuple[Markup, float, float]:
         for index, parent in enumerate(step.parents):
             from_column, from_row = layout.place[parent]
             level = layout.line.get((parent, step.id), from_row)
-            shape = _edge(x(from_column), y(from_row), y(level), x(here[0]), y(here[1]), wide)
+            shape = _edge(x(from_column), y[from_row], y[level], x(here[0]), y[here[1]], wide)
             kind = "edge path" if (parent, step.id) in on_path else "edge other" if index else "edge"
             edges.append((kind == "edge path", tag("path", class_=kind, d=shape)))
-        vertices.append(_vertex(step, x(here[0]), y(here[1]), wide, links))
+        vertices.append(_vertex(step, x(here[0]), y[here[1]], wide, links))
     edges.sort(key=lambda item: item[0])  # the emphasised path lies on top
     body = Markup("".join(text for _, text in edges) + "".join(vertices))
-    return body, x(len(steps) - 1) + MARGIN + 12, y(bottom) + MARGIN + 16
+    return body, x(len(steps) - 1) + MARGIN + 12, max(y.values()) + MARGIN + 16
+
+
+def _rows(layout: Layout) -> dict[int, float]:
+    """Height of every row that is used."""
+    with_vertices = {row for _, row in layout.place.values()}
+    heights: dict[int, float] = {}
+    for row in sorted(with_vertices | set(layout.line.values())):
+        step = ROW if row in with_vertices else LINE_ROW
+        heights[row] = heights[max(heights)] + step if heights else MARGIN
+    return heights
 
 
 def _edge(x0: float, y0: float, level: float, x1: float, y1: float, wide: float) -> str:

@@ -182,7 +182,10 @@ def _progress(story: Story) -> Markup:
         for step in story.steps
         if step.audits
     ]  # fmt: skip
-    head = [tag("th", name, scope="col") for name in ("", "step", "T", "T of the root", "root / it", "best so far", "tokens")]
+    head = [
+        tag("th", name, scope="col", class_="n")
+        for name in ("", "step", "T", "T of the root", "root / it", "best so far", "tokens")
+    ]
     table = tag("table", tag("thead", tag("tr", *head)), tag("tbody", *rows))
     held = tag("div", table, class_="scroll", tabindex="0", role="region", aria_label="Progress as a table")
     parts = [tag("div", *charts, class_="charts"), "" if tokens is not None else missing, curve.legend()]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tools.search.page_data import Step, Story
-from tools.search.page_html import MISSING, TIMES, Markup, anchor, esc, join, microseconds, number, percent, ratio, tag, times
+from tools.search.page_html import MISSING, TIMES, Markup, anchor, join, microseconds, number, percent, ratio, tag, times
 from tools.search.style import heat_class
 
 
@@ -15,18 +15,18 @@ def incumbent_table(story: Story) -> Markup:
     cells = (step.audit or {}).get("cells") if step else None
     if step is None or not cells:
         return tag("p", "There is no incumbent with times yet.", class_="note")
-    head = [
-        "cell",
+    figures = (
         f"{step.id}, us",
         "95 % interval",
         "root, us",
         "root / it",
-        "best baseline",
-        "us",
+        "baseline, us",
         "baseline / it",
         "floor, us",
-        "T",
-    ]
+        "share of T",
+    )
+    head = [tag("th", "cell", scope="col"), *(tag("th", name, scope="col", class_="n") for name in figures)]
+    head.append(tag("th", "best baseline", scope="col"))
     rows = []
     for cell in cells:
         us, root, base = cell.get("us"), cell.get("root_us"), cell.get("best_baseline_us")
@@ -40,14 +40,14 @@ def incumbent_table(story: Story) -> Markup:
                 _figure(_interval(cell.get("interval_us"))),
                 _figure(microseconds(root)),
                 _shade(ratio(root, us)),
-                tag("td", cell.get("best_baseline") or MISSING),
                 _figure(microseconds(base)),
                 _shade(ratio(base, us)),
                 _figure(microseconds(cell.get("floor_us"))),
                 _figure(percent(cell.get("share"))),
+                tag("td", cell.get("best_baseline") or MISSING),
             )
         )
-    caption = f"Above 1{TIMES}: {step.id} is faster. The last column is the cell's share of T."
+    caption = f"Medians in microseconds a call. Ratios above 1{TIMES}, in blue: {step.id} is faster."
     return _table(head, rows, caption, "Cells of the incumbent")
 
 
@@ -101,8 +101,7 @@ def _shade(value: float | None, short: bool = False) -> Markup:
     return tag("td", f"{found:.2f}" if short else times(found), class_=f"n {heat_class(found)}")
 
 
-def _table(head: list[Any], rows: list[Markup], caption: str, name: str, kind: str | None = None) -> Markup:
+def _table(head: list[Markup], rows: list[Markup], caption: str, name: str, kind: str | None = None) -> Markup:
     """A table in a container of its own that scrolls sideways and can take the keyboard's focus."""
-    titles = [item if isinstance(item, Markup) else tag("th", esc(item), scope="col") for item in head]
-    table = tag("table", tag("caption", caption), tag("thead", tag("tr", *titles)), tag("tbody", join(rows)), class_=kind)
+    table = tag("table", tag("caption", caption), tag("thead", tag("tr", *head)), tag("tbody", join(rows)), class_=kind)
     return tag("div", table, class_="scroll", tabindex="0", role="region", aria_label=name)

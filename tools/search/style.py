@@ -15,6 +15,7 @@ LIGHT = {
     "ink": "#1d2024",
     "muted": "#5b626b",
     "line": "#dcdfe2",
+    "edge": "#969da5",
     "accent": "#0a5c99",
     "incumbent": "#0a67ad",
     "frontier": "#00795a",
@@ -36,6 +37,7 @@ DARK = {
     "ink": "#e4e6e8",
     "muted": "#9ba3ab",
     "line": "#333940",
+    "edge": "#69727b",
     "accent": "#78b9ee",
     "incumbent": "#66b5f2",
     "frontier": "#3cc79d",
@@ -64,8 +66,8 @@ HEAT = [
 _SVG = """text{font:12px system-ui,-apple-system,"Segoe UI",Roboto,sans-serif;fill:var(--ink)}
 .muted{fill:var(--muted)}.small{font-size:10.5px}.strong{font-weight:600}.mono{font-family:ui-monospace,Menlo,Consolas,monospace}
 .grid{stroke:var(--line);stroke-width:1;fill:none}.axis{stroke:var(--muted);stroke-width:1;fill:none}
-.edge{stroke:var(--muted);stroke-width:1.4;fill:none;opacity:.65}.edge.other{stroke-dasharray:5 3}
-.edge.path{stroke:var(--incumbent);stroke-width:3.5;opacity:1}
+.edge{stroke:var(--edge);stroke-width:1.4;fill:none}.edge.other{stroke-dasharray:5 3}
+.edge.path{stroke:var(--incumbent);stroke-width:3.5}
 .best{stroke:var(--incumbent);stroke-width:2.4;fill:none;stroke-linejoin:round}
 .halo{paint-order:stroke;stroke:var(--surface);stroke-width:4px;stroke-linejoin:round}
 .mark{stroke-width:1.8;stroke-linejoin:round;stroke-linecap:round;fill:var(--surface)}
