@@ -14,7 +14,8 @@ of hexadecimal digits cost a tokenizer more than other text, so hashes do not be
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from tools.core.errors import UserError
@@ -34,14 +35,22 @@ def estimate(text: str) -> int:
     return max(size, words)
 
 
+Text = str | Callable[[], str]
+
+
 @dataclass
 class Block:
     """One piece of a section, kept or left out as a whole."""
 
-    text: str
+    made: Text
     worth: float  # blocks of higher worth are taken first
     place: float  # blocks of a section are shown in this order
     always: bool
+
+    @functools.cached_property
+    def text(self) -> str:
+        """Made when it is first needed: a block that nothing asks for costs no reading of records."""
+        return self.made if isinstance(self.made, str) else self.made()
 
 
 @dataclass
@@ -58,16 +67,16 @@ class Section:
     independent: bool = False
     blocks: list[Block] = field(default_factory=list)
 
-    def add(self, text: str, worth: float, *, place: float | None = None, always: bool = False) -> None:
-        """Add a block; without `place` it is shown after the blocks that were added before it. Empty text is nothing."""
+    def add(self, text: Text, worth: float, *, place: float | None = None, always: bool = False) -> None:
+        """Add a block, or a function that makes its text. Without `place` it is shown after the blocks before it."""
         if text:
             self.blocks.append(Block(text, worth, len(self.blocks) if place is None else place, always))
 
-    def add_rows(self, rows: Sequence[str], worth: float, floor: float, head: str = "") -> None:
-        """Add rows whose worth falls evenly from `worth` to `floor`; `head` (a table's) is kept with the first row."""
+    def add_rows(self, rows: Sequence[Text], worth: float, floor: float) -> None:
+        """Add rows whose worth falls evenly from `worth` to `floor`."""
         step = (worth - floor) / max(1, len(rows) - 1)
         for i, row in enumerate(rows):
-            self.add(f"{head}\n{row}" if head and i == 0 else row, worth - i * step)
+            self.add(row, worth - i * step)
 
     @property
     def heading(self) -> str:
@@ -76,36 +85,42 @@ class Section:
 
 def fit(sections: Sequence[Section], budget: int) -> str:
     """The sections within `budget` tokens as `estimate` counts; UserError where not even the `always` blocks fit."""
-    kept: dict[int, list[Block]] = {i: [b for b in s.blocks if b.always] for i, s in enumerate(sections)}
-    full = sum(_cost(s.heading) * bool(s.blocks) + sum(_cost(b.text) for b in s.blocks) for s in sections)
-    if full <= budget:
-        return _text(sections, {i: list(s.blocks) for i, s in enumerate(sections)}, "")
-
-    needed = sum(_cost(sections[i].heading) + sum(_cost(b.text) for b in blocks) for i, blocks in kept.items() if blocks)
+    always = {i: [block for block in section.blocks if block.always] for i, section in enumerate(sections)}
+    needed = sum(_cost(sections[i].heading) + sum(_cost(b.text) for b in blocks) for i, blocks in always.items() if blocks)
     minimum = needed + _cost(GENERAL_NOTE)
+    kept = _taken(sections, always, budget - needed)
+    if needed <= budget and not _left_out(sections, kept):
+        return _text(sections, kept, "")
     if minimum > budget:
         raise UserError(f"--budget {budget}: too small for the stage and the next command; give at least {minimum}")
     # What is left out is named at the end: no block may take that room. Of the forms of the note the most telling one
     # whose longest version takes no more than an eighth of the budget.
-    notes = [_cost(note(sections, {})) for note in (_full_note, _brief_note)]
-    room = budget - needed - next((cost for cost in notes if cost <= min(budget // 8, budget - needed)), _cost(GENERAL_NOTE))
-
-    ended: set[int] = set()
-    ranked = [(-block.worth, i, n) for i, s in enumerate(sections) for n, block in enumerate(s.blocks) if not block.always]
-    for _, i, n in sorted(ranked):
-        section, block = sections[i], sections[i].blocks[n]
-        cost = _cost(block.text) + (0 if kept[i] else _cost(section.heading))
-        if i in ended or cost > room:
-            if not section.independent:
-                ended.add(i)
-            continue
-        kept[i].append(block)
-        room -= cost
+    longest = [_cost(note(sections, {})) for note in (_full_note, _brief_note)]
+    note_cost = next((cost for cost in longest if cost <= min(budget // 8, budget - needed)), _cost(GENERAL_NOTE))
+    kept = _taken(sections, always, budget - needed - note_cost)
     for note in (_full_note(sections, kept), _brief_note(sections, kept), GENERAL_NOTE):
         text = _text(sections, kept, note)
         if estimate(text) <= budget:
             return text
     raise AssertionError("the general note was accounted for")
+
+
+def _taken(sections: Sequence[Section], always: dict[int, list[Block]], room: int) -> dict[int, list[Block]]:
+    """Blocks of each section that fit into `room` tokens beside those that always stand."""
+    kept = {i: list(blocks) for i, blocks in always.items()}
+    ended: set[int] = set()
+    ranked = [(-block.worth, i, n) for i, s in enumerate(sections) for n, block in enumerate(s.blocks) if not block.always]
+    for _, i, n in sorted(ranked):
+        if i in ended:
+            continue
+        section, block = sections[i], sections[i].blocks[n]
+        cost = _cost(block.text) + (0 if kept[i] else _cost(section.heading))
+        if cost <= room:
+            kept[i].append(block)
+            room -= cost
+        elif not section.independent:
+            ended.add(i)
+    return kept
 
 
 def _cost(text: str) -> int:

@@ -28,8 +28,8 @@ class Focus:
     @property
     def subject(self) -> str | None:
         """The implementation whose figures matter most: a measured child that is to be decided on, else the parent."""
-        if self.step == "decide" and self.attempt and self.attempt.audit and self.attempt.audit["verified"]:
-            return str(self.attempt.child["id"])
+        if self.step == "decide" and self.attempt and not self.attempt.failed:
+            return str(self.attempt.id)
         return self.parent
 
 
@@ -46,7 +46,7 @@ def focus(view: View, parent: str | None, opportunity: str | None) -> Focus:
     if view.incumbent is None:
         step = "audit-root"
     elif attempt is not None:
-        step = "decide" if attempt.audit else "audit"
+        step = "decide" if attempt.audited else "audit"
     elif stop and not stop.startswith("no-opportunity"):  # that one is lifted by a proposal
         step = "stopped"
     elif "opportunities" in view.withheld or view.pending:
@@ -56,9 +56,10 @@ def focus(view: View, parent: str | None, opportunity: str | None) -> Focus:
     if attempt is not None and parent is None and chosen is None:
         return Focus(step, stop, str(attempt.action["parents"][0]), attempt.opportunity, attempt)
     if step == "act" and chosen is None:
-        chosen = next((o for o in view.pending if parent is None or parent in view.parents_for(o)), None)
+        found = next((name for name in view.pending if parent is None or parent in view.parents_for(name)), None)
+        chosen = view.read(found) if found else None
     if parent is None and chosen is not None:
-        parent = next(iter(view.parents_for(chosen)), None)
+        parent = next(iter(view.parents_for(chosen["id"])), None)
     return Focus(step, stop, parent or view.incumbent or str(view.run.manifest["root"]), chosen, attempt)
 
 
@@ -69,8 +70,7 @@ def _chosen_opportunity(view: View, identity: str | None) -> Record | None:
         raise UserError(f"--opportunity {identity}: this run goes without opportunities")
     record = view.record(identity)
     if identity not in view.state.pending:
-        pending = names(str(record["id"]) for record in view.pending)
-        raise UserError(f"--opportunity {identity}: is not pending (consumed or withdrawn); pending: {pending}")
+        raise UserError(f"--opportunity {identity}: is not pending (consumed or withdrawn); pending: {names(view.pending)}")
     return record
 
 
@@ -105,10 +105,9 @@ def _command(view: View, now: Focus) -> tuple[str, str]:
         files = f"--file {view.folder}/work/action.json --source {view.folder}/work/child.{suffix}"
         return f"{call} act {run} {files}", f"{about}: one change, the whole source."
     assert now.attempt is not None
-    child = now.attempt.child["id"]
+    child = now.attempt.id
     if now.step == "audit":
         return f"{call} audit {run} --implementation {child}", f"measure {child} ({now.attempt.action['id']})."
-    assert now.attempt.audit is not None
     audit = f"{now.attempt.audit['id']} of {child} ({now.attempt.audit['status']})"
     return f"{call} decide {run} --file {view.folder}/work/decision.json", f"decide what follows from {audit}."
 
@@ -139,17 +138,21 @@ def _rules_to_act(view: View, now: Focus) -> list[str]:
     elif view.withheld & {"branches", "history"}:
         rules.append(f"the parent is the incumbent, {view.incumbent}")
     else:
-        usable = view.parents_for(now.opportunity) if now.opportunity else view.parents
+        usable = view.parents_for(now.opportunity["id"]) if now.opportunity else view.parents
         rules.append(f"one parent, of {names(usable)}")
     rules.append("form: decode_only leaves the code of prefill and extend as it is, full_sequence_only that of decode")
+    renewed = (
+        "dispatch or shared_regions" if "numerics" in view.withheld else "dispatch, shared_regions or numerical_requirements"
+    )
+    rules.append(f"implementation: what the child changes of its parent's {renewed}")
     rules.append("a source that the run has seen already is refused; an opportunity is used once")
     return rules
 
 
 def _rules_to_decide(view: View, now: Focus) -> list[str]:
-    assert now.attempt is not None and now.attempt.audit is not None
+    assert now.attempt is not None
     attempt, audit, after = now.attempt, now.attempt.audit, int(view.settings["abandon_after"])
-    child, parents = attempt.child["id"], ", ".join(attempt.action["parents"])
+    child, parents = attempt.id, ", ".join(attempt.action["parents"])
     direction = [a for a in [*view.attempts, attempt] if a.direction == attempt.direction and a.failed]
     counted = f" ({len(direction)} so far)" if "history" not in view.withheld else ""
     rules = []
@@ -185,15 +188,16 @@ def _body(view: View, now: Focus) -> dict[str, Any]:
             **{"opportunity": now.opportunity["id"] if now.opportunity else None, "parents": parents},
             **{"form": "full_sequence_only | decode_only | joint", "workloads": [], "variants": [], "scope": "", "regions": []},
             **{"expected_effect": "", "numerical_risks": dict.fromkeys(_RISK_NAMES, ""), "contradicted_by": ""},
+            **{"implementation": {}},
         }
         if "numerics" in view.withheld:
             del body["numerical_risks"]
         return body
     if now.step == "decide":
-        assert now.attempt is not None and now.attempt.audit is not None
+        assert now.attempt is not None
         verified, audit = now.attempt.audit["verified"], now.attempt.audit["id"]
         return {
-            **{"audit": audit, "subject": now.attempt.child["id"] if verified else now.attempt.action["parents"][0]},
+            **{"audit": audit, "subject": now.attempt.id if verified else now.attempt.action["parents"][0]},
             **{"decision": "continue | merge | archive | abandon", "interpretation": "", "follow_ups": [], "reactivate": []},
             **{"evidence": [audit], "falsified_by": None, "reconsider_when": None},
         }

@@ -5,13 +5,14 @@ Worths (see budget.Block): 90 and above is needed to act at all, 60 to 90 helps 
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from tools.search import regions
 from tools.search.budget import Section
 from tools.search.context_next import Focus
 from tools.search.context_text import fenced, figure, flat, names, one_line, percent, ratio, summary
-from tools.search.context_view import Record, View
+from tools.search.context_view import Attempt, Record, View
 from tools.search.log import now_text
 
 
@@ -82,29 +83,31 @@ def numerics_section(view: View, now: Focus) -> Section:
         return section
     contract = view.config["contract"]
     parent = view.record(now.parent) if now.parent else {}
-    if text := one_line(parent.get("numerical_requirements", "")):
-        section.add(f"- {now.parent}: {text}", 86)
+    steps = [f"{name}: {one_line(str(text))}" for name, text in contract.get("steps", {}).items()]
+    for line in map(one_line, parent.get("numerical_requirements", "").splitlines()):
+        if line and line not in steps:  # a root's requirements repeat the contract's table
+            section.add(f"- {now.parent}: {line}", 86)
     if shared := parent.get("shared_regions"):
         section.add(f"- shared by the entry points (an edit there is joint): {one_line(', '.join(shared))}", 86)
-    steps = [f"- {name}: {one_line(str(text))}" for name, text in contract.get("steps", {}).items()]
     rest = {key: value for key, value in contract.items() if key != "steps"}
-    section.add("\n".join([f"- contract: {flat(rest)}", *steps]), 78)
+    section.add("\n- ".join([f"- contract: {flat(rest)}", *steps]), 78)
     return section
 
 
 def opportunities_section(view: View, now: Focus) -> Section:
     """Pending opportunities: the one at hand, then by the share of T that they can move, then the oldest."""
     section = Section("Open opportunities", hint=f"{view.folder}/records/O*.json", unit="opportunities")
-    chosen = [now.opportunity] if now.opportunity and now.opportunity["id"] in view.state.pending else []
-    records = chosen + [record for record in view.pending if record not in chosen]
-    section.add_rows([_opportunity(view, record) for record in records], 90, 52)
+    chosen = [now.opportunity["id"]] if now.opportunity and now.opportunity["id"] in view.state.pending else []
+    order = chosen + [name for name in view.pending if name not in chosen]
+    section.add_rows([functools.partial(_opportunity, view, name) for name in order], 90, 52)
     return section
 
 
-def _opportunity(view: View, record: Record) -> str:
+def _opportunity(view: View, name: str) -> str:
+    record = view.read(name)
     share = f"{percent(record['expected_share'])} of T" if record["expected_share"] is not None else "share unknown"
     evidence = [name for name in record["evidence"] if view.known(name)]
-    merge = ("merge of all of " if record["merge"] else "applies to ") + names(view.parents_for(record))
+    merge = ("merge of all of " if record["merge"] else "applies to ") + names(view.parents_for(name))
     origin = f", follows from {record['origin']}" if record["origin"] and view.known(record["origin"]) else ""
     return (
         f"- **{record['id']} {record['direction']}** ({share}; {', '.join(record['workloads'])}; {merge}; "
@@ -117,14 +120,14 @@ def attempt_section(view: View, now: Focus) -> Section:
     section = Section("The open attempt", hint=f"{view.folder}/records/", unit="parts", independent=True)
     if now.attempt is None:
         return section
-    action, audit = now.attempt.action, now.attempt.audit
+    action, audit = now.attempt.action, now.attempt.audit if now.attempt.audited else None
     made = f"{action['id']}: {', '.join(action['parents'])} -> {action['child']}, {action['form']}"
     taken = f", {action['opportunity']} {now.attempt.direction}" if now.attempt.opportunity else ""
     section.add(f"- {made}{taken}; workloads {', '.join(action['workloads'])}; scope: {one_line(action['scope'])}", 94)
     section.add(f"- expected: {one_line(action['expected_effect'])}", 93)
     section.add(f"- contradicted by: {one_line(action['contradicted_by'])}", 93)
-    if now.attempt.opportunity:
-        section.add(f"- mechanism: {one_line(now.attempt.opportunity['mechanism'])}", 82)
+    if opportunity := now.attempt.opportunity:
+        section.add(f"- mechanism: {one_line(opportunity['mechanism'])}", 82)
     if audit:
         section.add(f"- {outcome(audit)}", 98)
         if failure := flat(audit["failure"]):
@@ -165,7 +168,7 @@ def source_section(view: View, now: Focus) -> Section:
     text = view.source(now.parent)
     found = regions.scan(text)
     section.title = f"Source of {now.parent} ({text.count(chr(10))} lines)"
-    section.hint = f"python tools/ir.py source, or {view.folder}/sources/{record['source']['sha256'][:12]}..."
+    section.hint = f"{view.folder}/sources/{record['source']['sha256'][:12]}*"
     section.add(f"Regions:\n{regions.outline(found)}", 76, place=-1)
     if "numerics" in view.withheld:  # the contract's table stands there
         found = [region for region in found if region.kind != "opening"]
@@ -193,12 +196,13 @@ def _about(view: View, now: Focus) -> tuple[list[str], str]:
 def steps_section(view: View) -> Section:
     """What the last attempts were decided on, newest first."""
     section = Section("Last decisions", hint=f"{view.folder}/records/L*.json", unit="decisions")
-    rows = []
-    for attempt in reversed(view.attempts):
-        assert attempt.decision is not None and attempt.audit is not None
-        decision = f"{attempt.decision['decision']} {attempt.decision['subject']} ({attempt.decision['id']})"
-        told = summary(attempt.decision["interpretation"])
-        rows.append(f"- {attempt.child['id']} {attempt.direction}: {outcome(attempt.audit)} | {decision}: {told}")
+    rows = [functools.partial(_step, attempt) for attempt in reversed(view.attempts)]
     section.add_rows(rows[:5], 81, 73)
     section.add_rows(rows[5:], 50, 1)
     return section
+
+
+def _step(attempt: Attempt) -> str:
+    decision = f"{attempt.verdict} {attempt.subject} ({attempt.decision['id']})"
+    told = summary(attempt.decision["interpretation"])
+    return f"- {attempt.id} {attempt.direction}: {outcome(attempt.audit)} | {decision}: {told}"

@@ -26,7 +26,9 @@ def latency_section(view: View, now: Focus) -> Section:
     section.add("\n".join(_phase(cells, phase) for phase in ("full", "decode") if _of(cells, phase)) + "\n", 90)
     limit = float(view.config["limits"]["max_slowdown"])
     head = ["cell", "us", "+-", "root/us", "incumbent/us", "library/us", "library", "floor", "share of T"]
-    section.add_rows([_cell(cell, limit) for cell in cells], 87, 56, head=table(head, "lrrrrrlrr"))
+    first, *rest = [_cell(cell, limit) for cell in cells]
+    section.add(f"{table(head, 'lrrrrrlrr')}\n{first}", 87)
+    section.add_rows(rest, 86, 56)
     return section
 
 

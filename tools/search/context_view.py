@@ -17,11 +17,15 @@ from __future__ import annotations
 
 import functools
 import json
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tools.core.errors import UserError
 from tools.core.files import read_bytes, show_path
+from tools.search.records import kind_of
+
+if TYPE_CHECKING:
+    from tools.search.run import Run
+    from tools.search.state import Action
 
 Record = dict[str, Any]
 
@@ -32,40 +36,72 @@ _DETAILS: dict[str, Any] = {  # of an audit, what remains of its evidence under 
 _RISKS = ("numerical_risks", "numerical_requirements")
 
 
-@dataclass(frozen=True)
 class Attempt:
-    """One action with what came of it."""
+    """One action with what came of it. What the log knows is at hand; the records are read when they are asked for."""
 
-    action: Record
-    child: Record
-    opportunity: Record | None
-    audit: Record | None  # the last one: it replaces those before it
-    decision: Record | None
+    def __init__(self, view: View, action: Action) -> None:
+        self._view, self._action = view, action
+        self.id = action.child
+        self.direction = action.direction  # the mechanism's name; the action's id where it has no opportunity
+        audit = view.state.audit_of.get(action.child)
+        self._audit = view.state.audits[audit] if audit else None
+        self._decision = view.state.decisions.get(view.state.decision_of.get(audit or "", ""))
 
     @property
-    def direction(self) -> str:
-        """The mechanism's name; an action without an opportunity is a direction of its own."""
-        return str((self.opportunity or self.action)["direction" if self.opportunity else "id"])
+    def audited(self) -> bool:
+        return self._audit is not None
 
     @property
     def failed(self) -> bool:
-        return self.audit is not None and not self.audit["verified"]
+        return self._audit is not None and not self._audit.verified
+
+    @property
+    def verdict(self) -> str | None:
+        """continue | merge | archive | abandon, None before the decision."""
+        return self._decision.decision if self._decision else None
+
+    @property
+    def subject(self) -> str | None:
+        """What the decision is about."""
+        return self._decision.subject if self._decision else None
+
+    @property
+    def action(self) -> Record:
+        return self._view.read(self._action.id)
+
+    @property
+    def opportunity(self) -> Record | None:
+        return self._view.read(self._action.opportunity) if self._action.opportunity else None
+
+    @property
+    def audit(self) -> Record:
+        """Only of an audited attempt."""
+        assert self._audit is not None
+        return self._view.read(self._audit.id)
+
+    @property
+    def decision(self) -> Record:
+        """Only of a decided attempt."""
+        assert self._decision is not None
+        return self._view.read(self._decision.id)
 
 
 class View:
     """A run (tools.search.run.Run) as its agent may see it."""
 
-    def __init__(self, run: Any) -> None:
+    def __init__(self, run: Run) -> None:
         self.run = run
         self.state = run.state
         self.settings: Record = run.manifest["settings"]
         self.withheld = frozenset(self.settings["ablations"])
         self.folder = show_path(run.folder)
-        self._records: dict[str, Record] = {
-            record["id"]: self._permitted(kind, record)
-            for kind in ("opportunity", "implementation", "action", "audit", "lineage")
-            for record in run.records(kind)
-        }
+        self._records: dict[str, Record] = {}
+
+    def read(self, identity: str) -> Record:
+        """A record that is known to exist and to be permitted, less what is withheld of it."""
+        if identity not in self._records:
+            self._records[identity] = self._permitted(kind_of(identity), self.run.record(identity))
+        return self._records[identity]
 
     def _permitted(self, kind: str, record: Record) -> Record:
         if "numerics" in self.withheld:
@@ -77,20 +113,21 @@ class View:
     # ------------------------------------------------------------------------------------------------------- records
     def known(self, identity: str) -> bool:
         """Whether there is such a record and it may be shown."""
-        return identity in self._records and (self.shown is None or identity in self.shown)
+        found = self.state
+        groups = (found.opportunities, found.implementations, found.actions, found.audits, found.decisions)
+        return any(identity in group for group in groups) and (self.shown is None or identity in self.shown)
 
     def record(self, identity: str) -> Record:
         """A record, less what is withheld; UserError where there is none that may be shown."""
         if not self.known(identity):
-            withheld = identity in self._records
-            why = "its record is withheld in this run (--without history)" if withheld else "there is no such record"
+            why = "its record is withheld in this run (--without history)" if self.shown else "there is no such record"
             raise UserError(f"{identity}: {why}; `python tools/ir.py status --run {self.folder}` names those that can be used")
-        return self._records[identity]
+        return self.read(identity)
 
     def audit_of(self, implementation: str) -> Record | None:
         """The audit that counts for an implementation, or None."""
         identity = self.state.audit_of.get(implementation)
-        return self._records[identity] if identity and self.known(identity) else None
+        return self.read(identity) if identity and self.known(identity) else None
 
     @functools.cached_property
     def shown(self) -> frozenset[str] | None:
@@ -98,7 +135,7 @@ class View:
         if "history" not in self.withheld:
             return None
         names = {self.run.manifest["root"] if self.incumbent is None else self.incumbent}
-        names |= {attempt.child["id"] for attempt in self._all_attempts if attempt.decision is None}
+        names |= {attempt.id for attempt in self._all_attempts if attempt.verdict is None}
         audits = {audit for name, audit in self.state.audit_of.items() if name in names}
         actions = {action.id for action in self.state.actions.values() if action.child in names}
         return frozenset(names | audits | actions | set(self.state.opportunities))
@@ -120,59 +157,51 @@ class View:
     def archive(self) -> list[str]:
         return [] if self.withheld & {"branches", "history"} else list(self.state.archive)
 
-    def parents_for(self, opportunity: Record) -> list[str]:
+    @functools.cached_property
+    def _usable_since(self) -> dict[str, int]:
+        """Parent -> the log line after which an opportunity must have been made: for an archived one when that was done."""
+        return {name: -1 for name in self.parents} | {name: self.state.archived_at[name] for name in self.archive}
+
+    def parents_for(self, opportunity: str) -> list[str]:
         """What may take an opportunity up now: one of these, or for a merge all of them; [] where nothing may."""
+        found = self.state.opportunities[opportunity]
         if "branches" in self.withheld:
-            return [] if opportunity["merge"] else self.parents
-        made, since = self.state.opportunities[opportunity["id"]].n, self.state.archived_at
-        usable = [name for name in self.parents if name in opportunity["applies_to"]]
-        usable += [name for name in self.archive if name in opportunity["applies_to"] and made > since[name]]
-        return usable if not opportunity["merge"] or set(usable) == set(opportunity["applies_to"]) else []
+            return [] if found.merge else self.parents
+        since = self._usable_since
+        usable = [name for name in found.applies_to if name in since and found.n > since[name]]
+        usable.sort(key=lambda name: (name != self.incumbent, since[name]))  # archived ones last
+        return usable if not found.merge or set(usable) == set(found.applies_to) else []
 
     @functools.cached_property
-    def pending(self) -> list[Record]:
+    def pending(self) -> list[str]:
         """Pending opportunities that can be taken up now: most share of T first, then the oldest."""
         if "opportunities" in self.withheld:
             return []
-        age = self.state.opportunities
-        records = [self._records[name] for name in self.state.pending]
-        records = [record for record in records if self.parents_for(record)]
-        return sorted(records, key=lambda record: (-(record["expected_share"] or 0.0), age[record["id"]].n))
+        known = self.state.opportunities
+        usable = [name for name in self.state.pending if self.parents_for(name)]
+        return sorted(usable, key=lambda name: (-(known[name].expected_share or 0.0), known[name].n))
 
     @functools.cached_property
     def waiting(self) -> list[str]:
         """Pending opportunities that nothing can take up now."""
         if self.withheld & {"opportunities", "branches", "history"}:
             return []
-        taken = {record["id"] for record in self.pending}
-        return [name for name in self.state.pending if name not in taken]
+        return [name for name in self.state.pending if name not in self.pending]
 
     @functools.cached_property
     def _all_attempts(self) -> list[Attempt]:
-        attempts = []
-        for action in self.state.actions.values():
-            audit = self.state.audit_of.get(action.child, "")
-            attempts.append(
-                Attempt(
-                    action=self._records[action.id],
-                    child=self._records[action.child],
-                    opportunity=self._records.get(action.opportunity or ""),
-                    audit=self._records.get(audit),
-                    decision=self._records.get(self.state.decision_of.get(audit, "")),
-                )
-            )
-        return attempts
+        return [Attempt(self, action) for action in self.state.actions.values()]
 
     @functools.cached_property
     def attempts(self) -> list[Attempt]:
         """All attempts that are decided and may be shown, oldest first."""
-        return [a for a in self._all_attempts if a.decision is not None] if self.shown is None else []
+        return [attempt for attempt in self._all_attempts if attempt.verdict] if self.shown is None else []
 
     @functools.cached_property
     def open_attempt(self) -> Attempt | None:
         """The attempt that the next step is about: it waits for a decision, else for an audit."""
-        waiting = [attempt for attempt in self._all_attempts if attempt.decision is None]
-        return min(waiting, key=lambda attempt: attempt.audit is None, default=None)
+        waiting = [attempt for attempt in self._all_attempts if attempt.verdict is None]
+        return min(waiting, key=lambda attempt: not attempt.audited, default=None)
 
     # ----------------------------------------------------------------------------------------------------- the config
     @functools.cached_property
