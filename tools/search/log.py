@@ -70,14 +70,14 @@ class Log:
         pieces = data.split(b"\n")
         torn = pieces.pop()  # what follows the last newline: nothing, or the start of a line
         for number, piece in enumerate(pieces):
-            where = f"{show_path(self.path)}: line {len(self.lines) + 1}"
             try:
                 line = json.loads(piece)
             except ValueError:
                 if number == len(pieces) - 1 and not torn:
                     break  # a torn line
-                raise UserError(f"{where}: not JSON: the log was damaged or edited; restore it from a copy") from None
-            _check(line, piece, self.lines[-1] if self.lines else None, where)
+                line = None
+            if problem := _problem(line, piece, self.lines[-1] if self.lines else None):
+                raise UserError(f"{show_path(self.path)}: line {len(self.lines) + 1}: {problem}")
             self.lines.append(line)
             self._end += len(piece) + 1
         return self.lines[first:]
@@ -143,26 +143,24 @@ def read_lines(folder: Path) -> list[Line]:
     return Log(folder).refresh()
 
 
-def _check(line: Any, piece: bytes, before: Line | None, where: str) -> None:
-    """UserError where a line, whose bytes are `piece`, is not what was written after the line before."""
-    if not isinstance(line, dict) or not {"n", "hash", "prev"} <= set(line):
-        raise UserError(f"{where}: not a line of a run's log")
-    way_out = "the log was edited, reordered or cut; restore it from a copy"
-    if line["n"] != (before["n"] + 1 if before else 0):
-        raise UserError(f"{where}: chain: numbered {line['n']!r}, expected {before['n'] + 1 if before else 0}: {way_out}")
-    if line["prev"] != (before["hash"] if before else START):
-        raise UserError(f"{where}: chain: does not follow the line before it: {way_out}")
+def _problem(line: Any, piece: bytes, before: Line | None) -> str | None:
+    """Why a line, whose bytes are `piece`, is not what was written after the line before; None where it is."""
+    way_out = "the log was damaged, edited, reordered or cut; restore it from a copy"
+    if not isinstance(line, dict) or not {"n", "hash", "prev"} <= line.keys():
+        return f"chain: not a line of a run's log: {way_out}"
+    number, link = (before["n"] + 1, before["hash"]) if before else (0, START)
+    if line["n"] != number:
+        return f"chain: numbered {line['n']!r}, expected {number}: {way_out}"
+    if line["prev"] != link:
+        return f"chain: does not follow the line before it: {way_out}"
     head, own, tail = piece.rpartition(f'"hash":"{line["hash"]}",'.encode())
-    if not own or line["hash"] != sha256_bytes(
-        head + tail
-    ):  # of the canonical line without its hash, made of the bytes at hand
-        raise UserError(f"{where}: chain: its content does not have its hash: {way_out}")
-    if line.get("type") not in TYPES or set(line) != _KEYS:
-        raise UserError(
-            f"{where}: type {line.get('type')!r} was written by a newer version than this one; update this checkout"
-        )
+    if not own or line["hash"] != sha256_bytes(head + tail):  # of the line without its hash, made of the bytes at hand
+        return f"chain: its content does not have its hash: {way_out}"
+    if line.get("type") not in TYPES or line.keys() != _KEYS:
+        return f"type {line.get('type')!r} was written by a newer version than this one; update this checkout"
     if not _TIME.fullmatch(str(line["time"])) or (before and line["time"] < before["time"]):
-        raise UserError(f"{where}: chain: time {line['time']!r} is earlier than that of the line before: {way_out}")
+        return f"chain: time {line['time']!r} is earlier than that of the line before: {way_out}"
+    return None
 
 
 def now_text() -> str:

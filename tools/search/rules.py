@@ -31,6 +31,7 @@ STEPS: dict[str, dict[str, int | None]] = {  # kind of line -> how many records 
     "decide": {"lineage": 1, "opportunity": None},
     "usage": {},
 }
+_STRANGE = {kind: {group for record, group in GROUPS.items() if record not in STEPS[kind]} for kind in STEPS}
 
 
 def check(state: State, line: dict[str, Any]) -> None:
@@ -60,22 +61,19 @@ def check(state: State, line: dict[str, Any]) -> None:
 
 def _check_ids(state: State, kind: str, facts: Facts, where: str) -> None:
     """The right number of records of each kind, each with the next free id."""
-    for record, group in GROUPS.items():
-        found, wanted = facts.get(group, []), STEPS[kind].get(record, 0)
+    if not _STRANGE[kind].isdisjoint(facts):
+        raise RuleError(where, "links", f"a step '{kind}' names no {', '.join(_STRANGE[kind] & facts.keys())}")
+    for record, wanted in STEPS[kind].items():
+        found = facts.get(GROUPS[record], [])
         if wanted is not None and len(found) != wanted:
-            raise RuleError(where, "links", f"a step '{kind}' names {wanted} {group}, not {len(found)}")
+            raise RuleError(where, "links", f"a step '{kind}' names {wanted} {GROUPS[record]}, not {len(found)}")
         letter = LETTERS[record]
-        free = int(state.next_id(letter)[1:])
-        for offset, item in enumerate(found):
-            if item["id"] == make_id(letter, free + offset):
-                continue
-            number = int(item["id"][1:])
-            taken = FIRST[letter] <= number < free + offset
-            raise RuleError(
-                item["id"],
-                "duplicate-id",
-                f"{'is taken' if taken else 'is out of order'}; the next one is {make_id(letter, free + offset)}",
-            )
+        free = state.next_number(letter)
+        for number, item in enumerate(found, free):
+            if item["id"] != make_id(letter, number):
+                taken = FIRST[letter] <= int(item["id"][1:]) < number
+                problem = "is taken" if taken else "is out of order"
+                raise RuleError(item["id"], "duplicate-id", f"{problem}; the next one is {make_id(letter, number)}")
 
 
 def _refuse_unqualified(state: State, record: str) -> None:

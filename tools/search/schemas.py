@@ -1,4 +1,4 @@
-"""Validation of records against experimental/schemas/<kind>.schema.json. Imports jsonschema only when something is checked."""
+"""Validation of records against experimental/schemas/<kind>.schema.json."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import math
 from typing import Any
 
 from tools.core.files import REPO_ROOT, read_bytes
+from tools.search import quick
 from tools.search.records import RuleError
 
 FOLDER = REPO_ROOT / "experimental" / "schemas"
@@ -15,12 +16,22 @@ VERSION = 1
 
 
 @functools.cache
+def schema(kind: str) -> dict[str, Any]:
+    """The schema of a kind of records, or of the manifest (`run`)."""
+    found: dict[str, Any] = json.loads(read_bytes(FOLDER / f"{kind}.schema.json"))
+    return found
+
+
+@functools.cache
+def _surely_valid(kind: str) -> quick.Test:
+    return quick.compiled(schema(kind))
+
+
+@functools.cache
 def _validator(kind: str) -> Any:
     import jsonschema
 
-    schema = json.loads(read_bytes(FOLDER / f"{kind}.schema.json"))
-    jsonschema.Draft202012Validator.check_schema(schema)
-    return jsonschema.Draft202012Validator(schema)
+    return jsonschema.Draft202012Validator(schema(kind))
 
 
 def check_version(kind: str, record: Any, name: str) -> None:
@@ -40,9 +51,9 @@ def check_version(kind: str, record: Any, name: str) -> None:
 def validate(kind: str, record: Any, name: str) -> None:
     """RuleError naming the path of the first thing that the schema of `kind` refuses. `name`: what messages call it."""
     check_version(kind, record, name)
-    validator = _validator(kind)
-    if not validator.is_valid(record):
-        problem = min(validator.iter_errors(record), key=lambda error: [str(part) for part in error.absolute_path])
+    problems = [] if _surely_valid(kind)(record) else _validator(kind).iter_errors(record)
+    problem = min(problems, key=lambda error: [str(part) for part in error.absolute_path], default=None)
+    if problem is not None:
         raise RuleError(name, "schema", f"{'.'.join(map(str, problem.absolute_path)) or kind}: {_explain(problem)}")
     if where := _infinite(record):
         raise RuleError(name, "schema", f"{where}: is not a finite number")

@@ -1,7 +1,7 @@
 """The state of a search, derived from its log: graph, frontier, archive, opportunities, incumbent, kappa, stage.
 
     state = State()
-    for line in read_lines(folder):
+    for line in log.read_lines(folder):
         state.apply(line)
 
 Pure: no files, no clock. `apply` checks every rule (tools/search/rules.py) before it changes anything and raises
@@ -11,13 +11,14 @@ RuleError, so a state that refused a line is the state it was.
 from __future__ import annotations
 
 import datetime
-from collections.abc import Sized
 from dataclasses import dataclass, field
 from typing import Any
 
 from tools.search import rules
 from tools.search.records import FIRST, ROOT, make_id
 from tools.search.vertices import Action, Audit, Best, Decision, Implementation, Opportunity
+
+_HELD_IN = {"O": "opportunities", "I": "implementations", "A": "actions", "E": "audits", "L": "decisions"}
 
 
 @dataclass
@@ -49,6 +50,7 @@ class State:
     time: str = ""  # of the last line
     archived_at: dict[str, int] = field(default_factory=dict)  # implementation -> line
     abandoned: dict[str, int] = field(default_factory=dict)  # direction -> line
+    failed: dict[str, list[str]] = field(default_factory=dict)  # direction -> unverified audits
     audit_of: dict[str, str] = field(default_factory=dict)  # implementation -> its audit that counts
     decision_of: dict[str, str] = field(default_factory=dict)  # audit -> decision
     sources: dict[str, str] = field(default_factory=dict)  # SHA-256 -> implementation
@@ -61,10 +63,11 @@ class State:
 
     def next_id(self, letter: str) -> str:
         """The id that the next record of a kind gets."""
-        known: dict[str, Sized] = {
-            "O": self.opportunities, "I": self.implementations, "A": self.actions, "E": self.audits, "L": self.decisions,
-        }  # fmt: skip
-        return make_id(letter, FIRST[letter] + len(known[letter]))
+        return make_id(letter, self.next_number(letter))
+
+    def next_number(self, letter: str) -> int:
+        """The number in that id."""
+        return FIRST[letter] + len(getattr(self, _HELD_IN[letter]))
 
     def verified(self, identity: str) -> bool:
         """Whether an implementation passed every check."""
@@ -94,12 +97,7 @@ class State:
 
     def failures(self, direction: str) -> list[str]:
         """Unverified audits of one direction."""
-        return [
-            audit.id
-            for audit in self.audits.values()
-            if audit.action and self.actions[audit.action].direction == direction
-            if not audit.verified and audit.replaced_by is None
-        ]
+        return list(self.failed.get(direction, ()))
 
     def descends(self, identity: str, ancestor: str) -> bool:
         """Whether an implementation is, or was derived from, another."""
@@ -236,6 +234,12 @@ class State:
                 self.frontier.append(ROOT)
                 self.best.append(Best(0, self.tokens, 1.0))
             return
+        assert audit.action is not None
+        failed = self.failed.setdefault(self.actions[audit.action].direction, [])
+        if before in failed:
+            failed.remove(before)
+        if not audit.verified:
+            failed.append(audit.id)
         if not before:
             self.audited += 1
         speedup = self.speedup
@@ -269,8 +273,12 @@ class State:
             self.archived_at[subject] = n
         elif decision.decision == "abandon":
             self.abandoned[action.direction] = n
-            for identity in [o for o in self.pending if self.opportunities[o].direction == action.direction]:
-                self.opportunities[identity].used_by = decision.id
-                self.pending.remove(identity)
+            self._withdraw(action.direction, decision.id)
         for identity in decision.reactivate:
             self._reactivate(identity)
+
+    def _withdraw(self, direction: str, decision: str) -> None:
+        """What is pending of an abandoned direction is pending no longer."""
+        for identity in [name for name in self.pending if self.opportunities[name].direction == direction]:
+            self.opportunities[identity].used_by = decision
+            self.pending.remove(identity)

@@ -77,8 +77,8 @@ def text(found: dict[str, Any]) -> str:
         ("audits", _of(found["audited"], settings["max_audits"])),
         ("tokens", _tokens(found)),
         ("seconds", _of(found["seconds"], settings["max_seconds"])),
-        ("frontier", ", ".join(found["frontier"]) or "none"),
-        ("archive", ", ".join(found["archive"]) or "none"),
+        ("frontier", _many(found["frontier"])),
+        ("archive", _many(found["archive"])),
         ("pending", _many([f"{item['id']} {item['direction']}" for item in found["pending"]])),
         ("open", _many([f"{item['action']} made {item['child']} ({item['status']})" for item in found["open"]])),
     ]
@@ -99,6 +99,6 @@ def _tokens(found: dict[str, Any]) -> str:
 
 
 def _many(items: list[str], most: int = 8) -> str:
-    """A list of at most so many items."""
-    shown = ", ".join(items[:most]) or "none"
-    return shown if len(items) <= most else f"{shown} and {len(items) - most} more"
+    """The latest of a list, at most so many."""
+    shown = ", ".join(items[-most:]) or "none"
+    return shown if len(items) <= most else f"{len(items) - most} older, {shown}"
