@@ -25,7 +25,7 @@ from tools.search.records import kind_of
 
 if TYPE_CHECKING:
     from tools.search.run import Run
-    from tools.search.state import Action
+    from tools.search.vertices import Action
 
 Record = dict[str, Any]
 
@@ -134,11 +134,11 @@ class View:
         """Records that may be shown under the ablation `history` (opportunities aside); None: all."""
         if "history" not in self.withheld:
             return None
-        names = {self.run.manifest["root"] if self.incumbent is None else self.incumbent}
-        names |= {attempt.id for attempt in self._all_attempts if attempt.verdict is None}
-        audits = {audit for name, audit in self.state.audit_of.items() if name in names}
-        actions = {action.id for action in self.state.actions.values() if action.child in names}
-        return frozenset(names | audits | actions | set(self.state.opportunities))
+        waiting = [self.state.actions[name] for name in self.state.open_attempts]
+        names = {self.incumbent or str(self.run.manifest["root"]), *(action.child for action in waiting)}
+        audits = {self.state.audit_of[name] for name in names if name in self.state.audit_of}
+        names.update(parent for action in waiting for parent in action.parents)
+        return frozenset({*names, *audits, *(action.id for action in waiting), *self.state.opportunities})
 
     # ---------------------------------------------------------------------------------------------------------- state
     @property
@@ -160,7 +160,7 @@ class View:
     @functools.cached_property
     def _usable_since(self) -> dict[str, int]:
         """Parent -> the log line after which an opportunity must have been made: for an archived one when that was done."""
-        return {name: -1 for name in self.parents} | {name: self.state.archived_at[name] for name in self.archive}
+        return dict.fromkeys(self.parents, -1) | {name: self.state.archived_at[name] for name in self.archive}
 
     def parents_for(self, opportunity: str) -> list[str]:
         """What may take an opportunity up now: one of these, or for a merge all of them; [] where nothing may."""
