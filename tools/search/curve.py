@@ -12,6 +12,12 @@ from tools.search.page_html import Markup, tag, times
 
 WIDTH, HEIGHT = 500.0, 320.0
 LEFT, RIGHT, TOP, BOTTOM = 44.0, 52.0, 36.0, 54.0
+MARKS = [
+    ("incumbent", "promoted"),
+    ("verified", "verified, not promoted"),
+    ("failed", "did not verify, so not timed"),
+    ("root", "the root"),
+]
 INSET = 12.0  # from the axis to the first step
 
 
@@ -100,12 +106,7 @@ def _ticks(low: float, high: float, tick: float) -> list[float]:
 def legend() -> Markup:
     """What the marks of the charts mean."""
     items = []
-    for status, text in (
-        ("incumbent", "promoted"),
-        ("verified", "verified, not promoted"),
-        ("failed", "did not verify, so not timed (lowest line)"),
-        ("root", "the root"),
-    ):
+    for status, text in MARKS:
         drawing = tag("svg", join_group(status, [mark(status, 13, 13, 7)]), viewBox="0 0 26 26", aria_hidden="true")
         items.append(tag("li", drawing, text))
     line = tag("svg", tag("path", class_="best", d="M2 13H24"), viewBox="0 0 26 26", aria_hidden="true")

@@ -12,7 +12,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 from tools.search.page_data import Step, Story
-from tools.search.page_html import Markup, esc, percent, slug, tag, times
+from tools.search.page_html import Markup, esc, join, percent, slug, tag, times
 
 DENSE = 60  # more steps than this are drawn closer together
 ROW, LINE_ROW = 58.0, 18.0  # heights of a row with vertices, and of one that holds lines only
@@ -164,7 +164,10 @@ def _vertex(step: Step, x: float, y: float, wide: float, links: bool) -> Markup:
         where = {"x": f"{at[0]:.0f}", "y": f"{at[1]:.0f}", "text_anchor": at[2]}
         drawn.append(tag("text", step.action["id"], class_="mono small muted halo", **where))
     inner = join_group(step.status, drawn)
-    return tag("a", inner, href=f"#{step.id}") if links else inner
+    if not links:
+        return inner
+    reach = tag("circle", cx=f"{x:.0f}", cy=f"{y + 6:.0f}", r="22", fill="transparent")  # easy to hit with a finger
+    return tag("a", reach, inner, href=f"#{step.id}")
 
 
 def join_group(status: str, drawn: list[Markup]) -> Markup:
@@ -239,6 +242,16 @@ def legend(story: Story) -> Markup:
         tag("li", tag("svg", thick, viewBox="0 0 26 26", aria_hidden="true"), tag("b", "thick"), " the incumbent's path")
     )
     return tag("ul", *items, class_="legend")
+
+
+def legend_row(items: list[tuple[str, str]], x: float, y: float) -> tuple[Markup, float]:
+    """A legend inside a drawing, one row from (x, y) on: marks of statuses with a text each; and where it ends."""
+    parts = []
+    for status, text in items:
+        parts.append(join_group(status, [mark(status, x, y, 6)]))
+        parts.append(tag("text", text, class_="muted", x=f"{x + 13:.0f}", y=f"{y + 4:.0f}"))
+        x += 40 + 6.6 * len(text)
+    return join(parts), x
 
 
 def summary(story: Story) -> str:

@@ -42,14 +42,18 @@ def write_report(run: Any, folder: Path) -> list[Path]:
 def lineage_svg(story: Story) -> str:
     """The lineage graph as a file of its own."""
     body, width, height = graph.draw(story, links=False)
-    return svg_file(body, max(width, 200), max(height, 80), graph.summary(story))
+    used = [status for status in graph.STATUSES if status in {step.status for step in story.steps}]
+    row, reach = graph.legend_row([(status, status) for status in used], 16, height + 12)
+    return svg_file(join([body, row]), max(width, reach), height + 32, graph.summary(story))
 
 
 def progress_svg(story: Story) -> str:
     """Both progress charts side by side as a file of their own; one where tokens are unknown."""
     charts = [chart for chart in (curve.by_steps(story), curve.by_tokens(story)) if chart]
     body = join(tag("g", chart, transform=f"translate({curve.WIDTH * index:.0f} 0)") for index, chart in enumerate(charts))
-    return svg_file(body, curve.WIDTH * len(charts), curve.HEIGHT, esc(f"Progress of {story.manifest['name']}"))
+    row, _ = graph.legend_row(curve.MARKS, 16, curve.HEIGHT + 8)
+    title = esc(f"Progress of {story.manifest['name']}")
+    return svg_file(join([body, row]), curve.WIDTH * len(charts), curve.HEIGHT + 28, title)
 
 
 def page(story: Story) -> str:
@@ -103,7 +107,11 @@ def _header(story: Story) -> Markup:
             len(story.attempts),
             f"{sum(s.verified for s in used)} verified, {sum(s.promoted for s in used)} promoted",
         ),
-        ("Without gain", f"{state.kappa} of {settings['kappa_max']}", "attempts in a row; the search stops at the limit"),
+        (
+            "Without gain",
+            f"{state.kappa} of {settings['kappa_max']}",
+            "kappa: attempts in a row; the search stops at the limit",
+        ),
         ("Tokens", count(story.tokens), _tokens_note(state)),
         ("Efficiency", "unavailable" if efficiency is None else f"{efficiency:.3g}", "(speed-up - 1) for each million tokens"),
     ]
@@ -121,7 +129,8 @@ def _header(story: Story) -> Markup:
 
 def _tokens_note(state: Any) -> str:
     if state.tokens_unavailable:
-        return f"at least {count(state.tokens or 0)}; {state.tokens_unavailable}"
+        known = f"at least {count(state.tokens)}: " if state.tokens else ""
+        return f"{known}{state.tokens_unavailable}"
     return "none recorded" if state.tokens is None else "input and output of the agent's model"
 
 

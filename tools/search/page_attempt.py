@@ -34,6 +34,7 @@ RISKS = {
     "instructions_constants_subnormals": "Instructions, constants, subnormals",
     "conversion_and_rescale_order": "Conversions and order of rescaling",
 }
+_PHASES = {"prefill": "full", "decode": "decode"}  # entry point -> phase of the cells that it serves
 _DIFF = {"+": "ins", "-": "del", "@": "b"}
 
 
@@ -52,11 +53,23 @@ LIMIT = 2_000_000  # characters of all attempts on a page, about
 
 def attempts(steps: list[Step]) -> Markup:
     """The records of all steps, with as much room for each as the page's size allows."""
+    steps = _without_inherited(steps)
     sample = steps[:: max(1, len(steps) // 16)]
     for room in ROOMS:
         if sum(len(attempt(step, room)) for step in sample) * len(steps) <= LIMIT * len(sample):
             break
     return tag("div", *(attempt(step, room) for step in steps), class_="attempts")
+
+
+def _without_inherited(steps: list[Step]) -> list[Step]:
+    """Steps whose implementations state only what their first parent does not state in the same words."""
+    known = {step.id: step.implementation for step in steps}
+    told = []
+    for step in steps:
+        parent = known.get(step.parents[0], {}) if step.parents else {}
+        same = [key for key in ("dispatch", "numerical_requirements") if step.implementation.get(key) == parent.get(key)]
+        told.append(replace(step, implementation={**step.implementation, **dict.fromkeys(same, f"as {parent.get('id')}'s")}))
+    return told
 
 
 def attempt(step: Step, room: Room) -> Markup:
@@ -75,7 +88,7 @@ def attempt(step: Step, room: Room) -> Markup:
         tag("span", step.decision, class_="decision"),
     )
     parts = [_opportunity(opportunity), _action(step), _comparison(step), _patch(step, patch, room.patch)]
-    parts += [_audit(audit, room.data) for audit in step.audits]
+    parts += [_audit(audit, room.data, audit is step.audit and step.action is not None) for audit in step.audits]
     parts += [_decision(record) for record in step.decisions]
     return tag("details", title, tag("div", *parts, class_="body"), id=step.id, class_="attempt", data_status=step.status)
 
@@ -189,11 +202,12 @@ def _measured(step: Step, action: Record, audit: Record) -> list[tuple[str, Any]
 def _by_target(action: Record, audit: Record) -> tuple[str | None, str | None]:
     """Speed against the incumbent of the same evaluation: the cells that the action names, and the others."""
     named = set(action.get("workloads") or ())
+    phases = {_PHASES.get(name) for name in named}
     groups: dict[bool, list[float]] = {True: [], False: []}
     for cell in audit.get("cells") or ():
         found = ratio(cell.get("incumbent_us"), cell.get("us"))
         if found is not None:
-            groups[bool({cell["name"], cell.get("phase"), str(cell["name"]).split()[0]} & named)].append(found)
+            groups[cell["name"] in named or cell.get("phase") in phases].append(found)
 
     def show(values: list[float]) -> str | None:
         if not values:
@@ -232,7 +246,8 @@ def _coloured(lines: Iterable[str]) -> Markup:
     return join(parts)
 
 
-def _audit(audit: Record, limit: int) -> Markup:
+def _audit(audit: Record, limit: int, compared: bool) -> Markup:
+    """An audit's own facts; what stands in the comparison already is not said again."""
     code = audit.get("code") or {}
     environment = audit.get("environment") or {}
     details = [
@@ -244,13 +259,13 @@ def _audit(audit: Record, limit: int) -> Markup:
         facts(
             [
                 ("Status", badge(str(audit.get("status")))),
-                ("First failure", _failure(audit.get("failure"))),
+                ("First failure", None if compared else _failure(audit.get("failure"))),
                 ("Code against the parent", ", ".join(f"{name} {word}" for name, word in code.items())),
                 ("Took", duration(audit.get("seconds"))),
                 ("Machine", environment.get("machine")),
                 ("Job", audit.get("job")),
                 ("Report", tag("code", (audit.get("report") or {}).get("sha256", "")[:16])),
-                ("T", fixed(audit.get("T")) if number(audit.get("T")) is not None and audit.get("action") is None else None),
+                ("T", None if compared or number(audit.get("T")) is None else fixed(audit["T"])),
             ]
         ),
         *(tag("details", tag("summary", title), _json(value, limit), class_="patch") for title, value in details if value),

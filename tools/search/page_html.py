@@ -92,8 +92,9 @@ def percent(value: Any, signed: bool = False) -> str:
     found = number(value)
     if found is None:
         return MISSING
-    text = f"{100 * found:{'+' if signed else ''}.1f} %".replace("-", MINUS)
-    return text[1:] if text[1:] == "0.0 %" else text
+    digits = f"{abs(100 * found):.1f}"
+    sign = "" if float(digits) == 0 else MINUS if found < 0 else "+" if signed else ""
+    return f"{sign}{digits} %"
 
 
 def count(value: Any) -> str:
