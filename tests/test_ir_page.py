@@ -270,6 +270,16 @@ def test_heat_classes_follow_the_ratio():
     assert f'<td class="n {heat_class(value)}">{value:.2f}</td>' in page.page(story)
 
 
+def test_a_page_can_be_kept_smaller(tmp_path):
+    run = make_run(30, patch_lines=200)
+    sizes = []
+    for limit in (2_000_000, 300_000):
+        page.write_report(run, tmp_path, limit=limit)
+        sizes.append((tmp_path / "report.html").stat().st_size)
+    assert sizes[1] < 0.6 * sizes[0]
+    assert "more lines are left out here" in (tmp_path / "report.html").read_text()
+
+
 def test_three_hundred_attempts_are_quick_and_small():
     run = make_run(
         300,

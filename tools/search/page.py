@@ -16,7 +16,7 @@ from typing import Any
 
 from tools.core.files import write_atomic
 from tools.search import curve, graph, page_cells
-from tools.search.page_attempt import attempts, outcome
+from tools.search.page_attempt import LIMIT, attempts, outcome
 from tools.search.page_data import Story, tell
 from tools.search.page_html import Markup, anchor, badge, code_list, count, duration, esc, facts, fixed, join, tag, times
 from tools.search.style import page_style, svg_file
@@ -30,10 +30,13 @@ ABLATIONS = {
 }
 
 
-def write_report(run: Any, folder: Path) -> list[Path]:
-    """Write report.html, lineage.svg and progress.svg of a run (tools.search.run.Run); return their paths."""
+def write_report(run: Any, folder: Path, limit: int = LIMIT) -> list[Path]:
+    """Write report.html, lineage.svg and progress.svg of a run (tools.search.run.Run); return their paths.
+
+    limit: about how many characters the attempts' records may take on the page; patches and texts are shortened to it.
+    """
     story = tell(run)
-    files = {"report.html": page(story), "lineage.svg": lineage_svg(story), "progress.svg": progress_svg(story)}
+    files = {"report.html": page(story, limit), "lineage.svg": lineage_svg(story), "progress.svg": progress_svg(story)}
     for name, text in files.items():
         write_atomic(folder / name, text)
     return [folder / name for name in files]
@@ -56,7 +59,7 @@ def progress_svg(story: Story) -> str:
     return svg_file(join([body, row]), curve.WIDTH * len(charts), curve.HEIGHT + 28, title)
 
 
-def page(story: Story) -> str:
+def page(story: Story, limit: int = LIMIT) -> str:
     """The whole page as text."""
     style = page_style()
     script = (Path(__file__).parent / "page.js").read_text(encoding="utf-8")
@@ -68,7 +71,7 @@ def page(story: Story) -> str:
         ("lineage", "Lineage", _lineage(story)),
         ("progress", "Progress", _progress(story)),
         ("cells", "Cells", _cells(story)),
-        ("attempts", "Attempts", attempts(story.steps)),
+        ("attempts", "Attempts", attempts(story.steps, limit)),
         ("settings", "Settings", _settings(story)),
     ]
     links = tag("nav", *(tag("a", name, href=f"#{key}") for key, name, _ in sections), aria_label="Sections")

@@ -48,15 +48,15 @@ class Room:
 
 
 ROOMS = (Room(24_000, 8000, 4000), Room(6000, 2000, 2500), Room(2000, 600, 1500), Room(1000, 300, 600), Room(400, 150, 200))
-LIMIT = 2_000_000  # characters of all attempts on a page, about
+LIMIT = 2_000_000  # characters of all attempts on a page, about; a page that is published takes less
 
 
-def attempts(steps: list[Step]) -> Markup:
-    """The records of all steps, with as much room for each as the page's size allows."""
+def attempts(steps: list[Step], limit: int = LIMIT) -> Markup:
+    """The records of all steps, with the most room for each that keeps all of them near `limit` characters."""
     steps = _without_inherited(steps)
     sample = steps[:: max(1, len(steps) // 16)]
     for room in ROOMS:
-        if sum(len(attempt(step, room)) for step in sample) * len(steps) <= LIMIT * len(sample):
+        if sum(len(attempt(step, room)) for step in sample) * len(steps) <= limit * len(sample):
             break
     return tag("div", *(attempt(step, room) for step in steps), class_="attempts")
 
