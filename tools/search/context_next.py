@@ -163,7 +163,7 @@ def _rules_to_decide(view: View, now: Focus) -> list[str]:
     else:
         rules.append(f"{child} is not verified: the subject is a parent of it ({parents}), unless the direction is abandoned")
     if "branches" in view.withheld:
-        rules.append(f"one branch: continue only the incumbent, {view.incumbent}; no merge, nothing is reactivated")
+        rules.append(f"one branch: only the incumbent, {view.incumbent}, is continued")
     if "opportunities" not in view.withheld:
         rules.append("continue needs a follow-up, an opportunity that applies to the subject")
         if "branches" not in view.withheld:
@@ -196,9 +196,15 @@ def _body(view: View, now: Focus) -> dict[str, Any]:
     if now.step == "decide":
         assert now.attempt is not None
         verified, audit = now.attempt.audit["verified"], now.attempt.audit["id"]
-        return {
+        body = {
             **{"audit": audit, "subject": now.attempt.id if verified else now.attempt.action["parents"][0]},
             **{"decision": "continue | merge | archive | abandon", "interpretation": "", "follow_ups": [], "reactivate": []},
             **{"evidence": [audit], "falsified_by": None, "reconsider_when": None},
         }
+        if view.withheld & {"branches", "opportunities"}:  # a merge is an opportunity first
+            body.update(decision="continue | archive | abandon")
+        for ablation, key in (("branches", "reactivate"), ("opportunities", "follow_ups")):
+            if ablation in view.withheld:
+                del body[key]
+        return body
     return {}
