@@ -93,7 +93,7 @@ BAD = {
     "source outside": (CPU, "source: kernels/witness.cpp", "source: ../../../../../etc/passwd", CPU, "lies outside"),
     "absolute source": (CPU, "source: kernels/witness.cpp", "source: /etc/passwd", CPU, "'/etc/passwd' lies outside"),
     "arch": (H200, "compute_90a,code=sm_90a", "sm_90a", H200, "build.arch.0: 'sm_90a' is not of the form"),
-    "empty prompt": (CPU, "baselines:", 'prompts: {audit: ""}\nbaselines:', CPU, "cpu/config.yaml: prompts.audit: "),
+    "empty prompt": (CPU, "  target: |", '  audit: ""\n  target: |', CPU, "cpu/config.yaml: prompts.audit: "),
     "rounding in the contract": (CUDA, "-fmad=false", "-ftz=true", H200, "contract.flags.0: '-ftz=true' is none of"),
 }  # fmt: skip
 

@@ -437,7 +437,7 @@ def test_a_clock_that_hides_time_is_not_believed() -> None:
     assert "the worker's clock counted 5.000 ms a pass" in (clock_problem(lie, 0.3, "cpu") or "")
     some = timed([0.5] * 4 + [1.0] * 5, [1.03] * 9, 10)  # fewer than half: the median of the times bounds what that wins
     assert clock_problem(some, 0.3, "cpu") is None
-    assert "cannot be compared" in (clock_problem(honest, 5.0, "cpu") or "")  # on a busy machine anything could go unseen
+    assert "cannot be compared" in (clock_problem(honest, 8.0, "cpu") or "")  # on a busy machine anything could go unseen
 
 
 def test_a_claim_is_worth_what_the_judges_clock_supports() -> None:
