@@ -19,6 +19,7 @@ from tools.core.errors import UserError
 from tools.search import budget as budgets
 from tools.search import regions
 from tools.search.context import context
+from tools.search.create import create
 from tools.search.run import Run
 from tools.search.summary import summary
 
@@ -68,11 +69,12 @@ def test_the_estimate_of_a_whole_is_at_most_that_of_its_parts(parts: list[str]) 
     assert budgets.estimate("\n".join(parts)) <= sum(budgets.estimate(part + "\n") for part in parts)
 
 
-def test_the_estimate_counts_bytes_and_words() -> None:
+def test_the_estimate_counts_bytes_and_pieces() -> None:
     assert budgets.estimate("") == 0
-    assert budgets.estimate("a b c d") == 6  # words
+    assert budgets.estimate("a b c d") == 4  # words
+    assert budgets.estimate("| 0.99x | 1,024 |") == 10  # pieces: | 0 . 99 x | 1 , 024 |
     assert budgets.estimate("x" * 30) == 10  # bytes
-    assert budgets.estimate("µ" * 30) == 20
+    assert budgets.estimate("\u00b5" * 30) == 20
 
 
 def test_the_least_useful_goes_first_and_a_section_shrinks_before_it_vanishes() -> None:
@@ -331,7 +333,7 @@ def test_negative_evidence_names_mechanism_failure_and_finding(tmp_path: Path) -
         child, _ = agent.act(direction="split-sum", contradicted_by="no change of decode")
         agent.audit(child, "BIT_MISMATCH")
         if number == 1:
-            follow = ir_tools.opportunity(direction="split-sum", mechanism="Sums wait for each other.", evidence=["E0001"])
+            follow = ir_tools.opportunity(direction="another", evidence=["E0001"])
             run.decide(ir_tools.decision("continue", subject="I0000", follow_ups=[follow]))
     words = {"audit": "E0002", "subject": "I0000", "evidence": ["E0001", "E0002"], "interpretation": "Order is the contract's."}
     run.decide(ir_tools.decision("abandon", **words))
@@ -343,6 +345,50 @@ def test_negative_evidence_names_mechanism_failure_and_finding(tmp_path: Path) -
         "Order is the contract's.",
     ):
         assert said in row, said
+
+
+def test_a_merge_shows_what_each_parent_changed(tmp_path: Path) -> None:
+    agent = ir_tools.started(tmp_path / "run")
+    run = agent.run
+    for number in (1, 2):
+        child, _ = agent.act(["I0000"], scope=f"scope of branch {number}")
+        agent.audit(child, "PASSED")
+        follow = ir_tools.opportunity(applies_to=[child], evidence=[f"E000{number}"], direction=f"after-{number}")
+        fields = {"audit": f"E000{number}", "subject": child, "follow_ups": [follow]}
+        run.decide(ir_tools.decision("continue", **fields))
+    merge = run.propose(ir_tools.opportunity(applies_to=["I0001", "I0002"], merge=True, evidence=["E0002"], direction="both"))
+    assert "What the other parents changed" not in context(run, 10**6)
+    text = context(run, 10**6, opportunity=merge["id"])
+    assert f"{merge['id']} is a merge: parents are I0001, I0002, all of them" in text
+    assert body_of(text)["parents"] == ["I0001", "I0002"]
+    _, _, other = text.partition("## What the other parents changed")
+    assert "scope of branch 2" in other and "```diff" in other and run.record("A0002")["patch"].rstrip("\n") in other
+    fields = {**body_of(text), "form": "joint", "workloads": ["decode"], "scope": "x", "regions": ["x"]}
+    fields.update(expected_effect="x", contradicted_by="x", numerical_risks=ir_tools.RISKS)
+    with ir_tools.Scripted().at_work():
+        run.act(fields, ir_tools.edited(agent.root, "both"), "cpp")
+
+
+@pytest.mark.parametrize("target", ["cpu", "h200", "a100"])
+def test_the_first_context_of_each_target(tmp_path: Path, target: str) -> None:
+    run = create(tmp_path / "run", gpu=target)
+    text = context(run, 10**6)
+    assert command_of(text)[0] == "audit"
+    source = run.target().source()
+    held = text.partition("## Source of I0000")[2]
+    assert not [line for line in source.read_text().split("\n") if line and line not in held]
+    for heading in ("## Numerical requirements", "## Objective and limits"):
+        assert heading in text
+    steps = run.target().config["contract"]["steps"]
+    assert all(f"- {name}: {words}" in text and text.count(f"{name}: {words}") == 1 for name, words in steps.items())
+
+
+def test_a_root_that_does_not_pass_is_told(tmp_path: Path) -> None:
+    run = ir_tools.new_run(tmp_path / "run")
+    ir_tools.Agent(run).audit("I0000", "BIT_MISMATCH")
+    text = context(run, 4000)
+    assert command_of(text)[0] == "audit"
+    assert "- the root, so far: E0000: BIT_MISMATCH; check decode, case decode B1 L128" in text
 
 
 def test_prose_of_records_opens_no_heading_and_no_block(tmp_path: Path) -> None:

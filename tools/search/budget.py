@@ -8,31 +8,31 @@
 A section is a list of blocks. Blocks are taken by worth over all sections, so a section shrinks, from its end, before
 it vanishes. A block is kept whole or left out whole; no line is ever cut. `always` marks what stands at any budget.
 
-No tokenizer is needed: `estimate` counts too many rather than too few for prose, tables and code. Runs of digits and
-of hexadecimal digits cost a tokenizer more than other text, so hashes do not belong into such a text.
+No tokenizer is needed: `estimate` is meant to count rather too many tokens than too few, for prose, tables and code.
+Hashes cost a tokenizer more than other text and tell a reader nothing: they do not belong into such a text.
 """
 
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from tools.core.errors import UserError
 
-BYTES_A_TOKEN = 3  # tokenizers take 3 to 4.5 bytes of code or English as one token
-TOKENS_A_WORD = 1.5
+BYTES_A_TOKEN = 3  # of prose and code
+# Tables hold more: tokenizers divide digits into groups of at most three, and keep letters and signs apart.
+_PIECE = re.compile(r"[^\W\d_]{1,6}|\d{1,3}|[^\w\s]{1,2}|_+")
 GENERAL_NOTE = "Everything else was left out for this budget: a larger --budget shows it."
 
 
 def estimate(text: str) -> int:
-    """Tokens that a text is counted as: the larger of a third of its UTF-8 bytes and 1.5 times its words, rounded up.
+    """Tokens that a text is counted as: a third of its UTF-8 bytes, or its pieces (six letters, three digits, two signs).
 
-    The estimate of texts that are joined by line ends is at most the sum of `estimate(part + newline)`.
+    The larger of the two. The estimate of lines that are joined is at most the sum of `estimate(line + newline)`.
     """
-    size = -(-len(text.encode("utf-8")) // BYTES_A_TOKEN)
-    words = -(-int(len(text.split()) * 2 * TOKENS_A_WORD) // 2)
-    return max(size, words)
+    return max(-(-len(text.encode("utf-8")) // BYTES_A_TOKEN), sum(1 for _ in _PIECE.finditer(text)))
 
 
 Text = str | Callable[[], str]

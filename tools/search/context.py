@@ -17,6 +17,7 @@ from tools.search.budget import Section
 from tools.search.context_next import Focus, focus, next_section
 from tools.search.context_parts import (
     attempt_section,
+    merge_section,
     numerics_section,
     objective_section,
     opportunities_section,
@@ -48,6 +49,7 @@ def sections(view: View, now: Focus) -> list[Section]:
         objective_section(view),
         attempt_section(view, now),
         opportunities_section(view, now),
+        merge_section(view, now),
         latency_section(view, now),
         machine_section(view, now),
         negative_section(view, now),

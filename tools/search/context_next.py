@@ -98,7 +98,8 @@ def _command(view: View, now: Focus) -> tuple[str, str]:
     if now.step == "audit-root":
         return f"{call} audit {run}", "measure the root; it must be verified, complete and admissible before the search starts."
     if now.step == "propose":
-        why = "no opportunity is pending: write one from the evidence."
+        why = "no pending opportunity has a retained parent" if view.waiting else "no opportunity is pending"
+        why += ": write one from the evidence."
         return f"{call} propose {run} --file {view.folder}/work/opportunity.json", why
     if now.step == "act":
         about = f"take {now.opportunity['id']} from {now.parent}" if now.opportunity else f"change {now.parent}"

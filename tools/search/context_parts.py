@@ -20,7 +20,6 @@ def state_section(view: View) -> Section:
     """Incumbent, kappa, branches and what the run has used."""
     state, settings = view.state, view.settings
     section = Section("State", hint=f"python tools/ir.py status --run {view.folder}")
-    root = view.audit_of(str(view.run.manifest["root"]))
     if view.incumbent is None:
         incumbent = "none: the root has no audit that starts the search"
     else:
@@ -35,8 +34,8 @@ def state_section(view: View) -> Section:
     section.add(f"- used: {_used(view)}", 80)
     if view.waiting:
         section.add(f"- pending, but none of their parents is retained now: {names(view.waiting)}", 60)
-    if root is None and view.incumbent is None:
-        section.add("- the root has not been measured", 90)
+    if view.incumbent is None and (audit := view.audit_of(str(view.run.manifest["root"]))):
+        section.add(f"- the root, so far: {'; '.join(filter(None, [outcome(audit), flat(audit['failure'])]))}", 94)
     return section
 
 
@@ -52,7 +51,9 @@ def _used(view: View) -> str:
     def of(limit: int | None) -> str:
         return f" of {limit:,}" if limit is not None else ""
 
-    tokens = f"{state.tokens:,}{of(settings['max_tokens'])} tokens" if state.tokens else "tokens not recorded"
+    tokens = "tokens not reported" if state.tokens is None else f"{state.tokens:,}{of(settings['max_tokens'])} tokens"
+    if state.tokens_unavailable:
+        tokens += f" (in part unavailable: {summary(state.tokens_unavailable)})"
     parts = [f"{state.audited}{of(settings['max_audits'])} audits", tokens]
     if settings["max_seconds"] is not None:
         parts.append(f"{state.seconds(now_text()):,.0f}{of(settings['max_seconds'])} s")
@@ -73,6 +74,7 @@ def objective_section(view: View) -> Section:
     section.add(f"- limits: {flat(limits)}", 45)
     section.add(f"- workloads: {flat(config['workloads'])}", 55)
     section.add(f"- build: {flat(config['build'])}", 50)
+    section.add(f"- other files of the kernel, which no action changes: {', '.join(config['kernel']['files'])}", 54)
     return section
 
 
@@ -140,6 +142,22 @@ def attempt_section(view: View, now: Focus) -> Section:
     for name, text in action.get("numerical_risks", {}).items():
         section.add(f"- risk, {name.replace('_', ' ')}: {one_line(text)}", 73)
     section.add(fenced(action["patch"].rstrip("\n"), "diff"), 85)
+    return section
+
+
+def merge_section(view: View, now: Focus) -> Section:
+    """For a merge: what the parents besides the first changed, each against its own first parent."""
+    section = Section("What the other parents changed", hint=f"{view.folder}/records/A*.json", unit="parts", independent=True)
+    if now.step != "act" or now.opportunity is None or not now.opportunity["merge"]:
+        return section
+    for name in now.opportunity["applies_to"]:
+        action = view.record(name)["action"]
+        if name == now.parent or action is None:
+            continue
+        edit, audit = view.record(action), view.audit_of(name)
+        told = f"; {outcome(audit)}" if audit else ""
+        section.add(f"- {name} ({action}, {edit['form']}, from {edit['parents'][0]}): {one_line(edit['scope'])}{told}", 89)
+        section.add(fenced(edit["patch"].rstrip("\n"), "diff"), 79)
     return section
 
 

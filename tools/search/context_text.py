@@ -42,10 +42,11 @@ def flat(value: Any) -> str:
     if isinstance(value, dict):
         parts = [f"{key} {text}" for key, item in value.items() if (text := flat(item))]
         return ", ".join(parts)
-    if isinstance(value, list):
+    if isinstance(value, list) and value:
         parts = [text for item in value if (text := flat(item))]
-        return ("; " if any(isinstance(item, dict) for item in value) else " x ").join(parts)
-    if value is None or value is False or value == "":
+        mark = "; " if any(isinstance(item, dict) for item in value) else " " if isinstance(value[0], str) else "/"
+        return mark.join(parts)
+    if value is None or value is False or value in ("", []):
         return ""
     if isinstance(value, bool):
         return "yes"
