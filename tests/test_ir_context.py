@@ -110,7 +110,7 @@ def body_of(text: str) -> dict[str, Any]:
 
 
 def test_the_commands_and_files_that_it_tells_carry_a_run_through_its_stages(tmp_path: Path) -> None:
-    run = ir_tools.new_run(tmp_path / "run", kappa_max=3)
+    run = ir_tools.new_run(tmp_path / "a run", kappa_max=3)
     agent = ir_tools.Agent(run)
 
     def told(word: str) -> str:
@@ -204,10 +204,10 @@ def test_a_merge_shows_what_each_parent_changed(tmp_path: Path) -> None:
     assert body_of(text)["parents"] == ["I0001", "I0002"]
     _, _, other = text.partition("## What the other parents changed")
     assert "scope of branch 2" in other and "```diff" in other and run.record("A0002")["patch"].rstrip("\n") in other
-    fields: dict[str, Any] = {**body_of(text), "form": "joint", "workloads": ["decode"], "scope": "x", "regions": ["x"]}
-    fields.update(expected_effect="x", contradicted_by="x", numerical_risks=ir_tools.RISKS)
+    edit = {**body_of(text), "form": "joint", "workloads": ["decode"], "scope": "x", "regions": ["x"]}
+    edit.update(expected_effect="x", contradicted_by="x", numerical_risks=ir_tools.RISKS)
     with ir_tools.Scripted().at_work():
-        run.act(fields, ir_tools.edited(agent.root, "both"), "cpp")
+        run.act(edit, ir_tools.edited(agent.root, "both"), "cpp")
 
 
 @pytest.mark.parametrize("target", ["cpu", "h200", "a100"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,7 +92,11 @@ def next_section(view: View, now: Focus) -> Section:
 
 def _command(view: View, now: Focus) -> tuple[str, str]:
     """The command and, in a few words, what it is for."""
-    call, run = "python tools/ir.py", f"--run {view.folder}"
+    call, run = "python tools/ir.py", f"--run {shlex.quote(view.folder)}"
+
+    def draft(name: str) -> str:
+        return shlex.quote(f"{view.folder}/work/{name}")
+
     suffix = view.record(now.parent)["source"]["suffix"] if now.parent else "cpp"
     if now.step == "stopped":
         return f"{call} report {run}", f"{now.stop}. Make the report; the incumbent is {view.incumbent}."
@@ -100,17 +105,17 @@ def _command(view: View, now: Focus) -> tuple[str, str]:
     if now.step == "propose":
         why = "no pending opportunity has a retained parent" if view.waiting else "no opportunity is pending"
         why += ": write one from the evidence."
-        return f"{call} propose {run} --file {view.folder}/work/opportunity.json", why
+        return f"{call} propose {run} --file {draft('opportunity.json')}", why
     if now.step == "act":
         about = f"take {now.opportunity['id']} from {now.parent}" if now.opportunity else f"change {now.parent}"
-        files = f"--file {view.folder}/work/action.json --source {view.folder}/work/child.{suffix}"
+        files = f"--file {draft('action.json')} --source {draft(f'child.{suffix}')}"
         return f"{call} act {run} {files}", f"{about}: one change, the whole source."
     assert now.attempt is not None
     child = now.attempt.id
     if now.step == "audit":
         return f"{call} audit {run} --implementation {child}", f"measure {child} ({now.attempt.action['id']})."
     audit = f"{now.attempt.audit['id']} of {child} ({now.attempt.audit['status']})"
-    return f"{call} decide {run} --file {view.folder}/work/decision.json", f"decide what follows from {audit}."
+    return f"{call} decide {run} --file {draft('decision.json')}", f"decide what follows from {audit}."
 
 
 def _rules(view: View, now: Focus) -> list[str]:
@@ -166,7 +171,9 @@ def _rules_to_decide(view: View, now: Focus) -> list[str]:
     if "branches" in view.withheld:
         rules.append(f"one branch: only the incumbent, {view.incumbent}, is continued")
     if "opportunities" not in view.withheld:
-        rules.append("continue needs a follow-up, an opportunity that applies to the subject")
+        rules.append(
+            "continue needs a follow-up that applies to the subject: the id of a pending opportunity, or a new one's body"
+        )
         if "branches" not in view.withheld:
             rules.append("merge needs a follow-up with merge = true that names the subject and one of another branch")
     rules.append("archive needs reconsider_when: what would bring it back")
