@@ -75,9 +75,7 @@ class Unit:
 
     def _line(self, line: str, section: str) -> None:
         piece = self._open.get(section)
-        if section.startswith((".init_array", ".preinit_array", ".ctors")):
-            self.initialisers += [name for name in _NAME.findall(line) if name in self._functions]
-        elif (label := _LABEL.match(line)) and not label[1].isdigit():
+        if (label := _LABEL.match(line)) and not label[1].isdigit():
             self._label(label[1], section)
         elif alias := _SET.fullmatch(line):
             if alias[2].startswith((". ", ".+", ".-")) or alias[2] == ".":
@@ -85,6 +83,8 @@ class Unit:
             self._define(alias[1], alias[2])
         elif common := _COMMON.fullmatch(line):
             self._define(common[1], f"zeros {common[2]}")
+        elif section.startswith((".init_array", ".preinit_array", ".ctors")):
+            self.initialisers += [name for name in _NAME.findall(line) if name in self._functions]
         elif piece in self._functions and (ended := _SIZE.match(line)) and ended[1] == piece:
             self._open[section] = None  # what stands between functions belongs to none
         elif piece is not None and not _SILENT.fullmatch(line) and (piece in self._functions or not _ALIGN.match(line)):

@@ -33,7 +33,7 @@ from tools.search.assembly import Undecided, Unit
 
 __all__ = ["ENTRIES", "Undecided", "fingerprints", "same"]
 
-FORMAT = 2  # of a fingerprint; part of its key
+FORMAT = 3  # of a fingerprint; part of its key
 ENTRIES = ("prefill", "extend", "decode")
 ALONE = 'extern "C" __attribute__((externally_visible)) decltype({name}) {name};\n'
 # Ways to compile host code: the second keeps fewer traces of what was simplified on the way.
@@ -52,7 +52,7 @@ def fingerprints(target: Target, source: bytes) -> dict[str, list[str]]:
     BuildError where the source does not compile; Undecided where that cannot be told: no GCC, no CUDA compiler, or
     inline assembly that defines symbols. A target's headers are part of what is compiled.
     """
-    with tempfile.TemporaryDirectory(prefix="areal-tik-") as name:
+    with tempfile.TemporaryDirectory(prefix="areal-tik-code-") as name:
         folder = Path(name)
         path = folder / f"source{target.source().suffix}"
         write_new(path, source)

@@ -108,11 +108,12 @@ class _Numbers:
     def taken_from(self, text: str) -> str | None:
         """A report's text without its lists; None, and nothing taken, where the report would not come back exactly."""
         lists, steps = len(self.lists), len(self._steps)
+        emptied, restored = "", None
         try:
             emptied = json.dumps(self._emptied(json.loads(text)), ensure_ascii=False, separators=(",", ":"))
             restored = _text(_filled(json.loads(emptied), iter(_lists(self.lists[lists:], _planes(self._steps[steps:])))))
         except (ValueError, TypeError, OverflowError, StopIteration):
-            restored = ""
+            pass  # no report, or none whose lists can be taken out
         if restored == text:
             return emptied
         del self.lists[lists:], self._steps[steps:]
