@@ -149,11 +149,15 @@ class Model:
         parents = set(self.all("implementations")[name]["parents"])
         return parents.union(*(self.ancestors(parent) for parent in parents)) if parents else set()
 
+    def says(self, item: Facts) -> Any:
+        return item["direction"], item["merge"], *(set(item[key]) for key in ("workloads", "evidence", "applies_to"))
+
     # ------------------------------------------------------------ what may follow
 
     def allowed(self, kind: str, facts: Facts) -> bool:
         if kind == "usage":
-            return True
+            reports = [facts for kind, facts in self.steps if kind == "usage"]
+            return facts["step"] is None or reports[-1:] != [facts]
         if kind == "audit":
             return self.may_audit(facts["audits"][0])
         if not self.qualified:
@@ -169,6 +173,9 @@ class Model:
         if self.without("opportunities") or not all(name in audits for name in item["evidence"]):
             return False
         if not all(self.verified(name) for name in item["applies_to"]):
+            return False
+        known = self.all("opportunities")
+        if any(self.says(known[name]) == self.says(item) for name in self.pending()):
             return False
         abandoned = self.abandoned_at(item["direction"])
         if abandoned is not None and max(audits[name]["at"] for name in item["evidence"]) <= abandoned:

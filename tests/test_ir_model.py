@@ -17,7 +17,7 @@ from tools.search.state import State
 
 Facts = dict[str, Any]
 SEEDS = st.integers(0, 2**32 - 1)
-DIRECTIONS = ("tiles", "loads", "sums")
+DIRECTIONS = ("tiles", "loads", "sums", "order")
 STATUSES = ("PASSED", "PASSED", "PASSED", "BIT_MISMATCH", "REFUSED", "INCOMPLETE")
 STEPS = 10_000
 RULES = (
@@ -25,7 +25,7 @@ RULES = (
     *("root-opportunities", "open-attempt", "unknown-opportunity", "consumed-opportunity", "parent-not-listed"),
     *("parent-not-retained", "archived-parent", "duplicate-source", "audited-already", "incomplete-report"),
     *("promotion-not-granted", "decided-already", "superseded-audit", "subject", "continue", "merge", "archive", "abandon"),
-    *("follow-ups", "reactivate", "ablation-opportunities", "ablation-branches"),
+    *("follow-ups", "reactivate", "duplicate-opportunity", "usage", "ablation-opportunities", "ablation-branches"),
 )
 taken: Counter[str] = Counter()
 
@@ -122,7 +122,7 @@ class Search(RuleBasedStateMachine):
     def an_audit(self, draw: random.Random, name: str, status: str) -> Facts:
         passed = status == "PASSED"
         promoted = name != ROOT and draw.random() < (0.35 if passed else 0.03)
-        wrong = draw.random() < 0.05
+        wrong = draw.random() < 0.1
         known = self.state.implementations.get(name)
         return {
             **{"id": self.state.next_id("E"), "implementation": name, "action": known.action if known else None},
@@ -152,7 +152,7 @@ class Search(RuleBasedStateMachine):
             parents = [some(draw, wanted, state.implementations)]
         child, action, source = state.next_id("I"), state.next_id("A"), f"{self.sources:064x}"
         self.sources += 1
-        if draw.random() < 0.03:
+        if draw.random() < 0.08:
             source = f"{0:064x}"
         made = {"id": child, "source": {"sha256": source, "bytes": 1, "suffix": "cpp"}, "parents": parents, "action": action}
         edit = {"id": action, "opportunity": name, "parents": parents, "child": child, "form": "joint"}
@@ -162,6 +162,9 @@ class Search(RuleBasedStateMachine):
     def audit(self, seed: int) -> None:
         draw, state = self.drawn(seed), self.state
         waiting = state.unaudited() if state.qualified else [ROOT]
+        again = [state.audits[name] for name in state.undecided() if state.audits[name].status == "REFUSED"]
+        if again and draw.random() < 0.5:
+            waiting = [audit.implementation for audit in again]
         if not waiting and draw.random() < 0.8:
             return
         name = some(draw, waiting or state.implementations, [*state.implementations, "I0099"])
@@ -172,7 +175,8 @@ class Search(RuleBasedStateMachine):
         draw, state = self.drawn(seed), self.state
         if not state.undecided() and draw.random() < 0.8:
             return
-        name = some(draw, state.undecided(), [*state.audits, "E0099"])
+        replaced = [audit.id for audit in state.audits.values() if audit.replaced_by]
+        name = some(draw, state.undecided(), [*state.audits, *replaced, *replaced, "E0099"])
         known = state.audits.get(name)
         implementation = known.implementation if known else ROOT
         parents = state.implementations[implementation].parents
@@ -200,9 +204,8 @@ class Search(RuleBasedStateMachine):
     @rule(seed=SEEDS)
     def use(self, seed: int) -> None:
         if seed % 4 == 0:
-            self.step(
-                "usage", {"input_tokens": seed % 9, "output_tokens": 1, "cached_tokens": None, "source": "c", "step": None}
-            )
+            counts = {"input_tokens": seed % 3, "output_tokens": 1, "cached_tokens": None, "source": "c"}
+            self.step("usage", {**counts, "step": "s" if seed % 8 else None})
 
     # ------------------------------------------------------------ what must hold
 

@@ -113,6 +113,16 @@ def test_what_an_opportunity_names_exists_and_is_verified(make: Make) -> None:
     run.propose(opportunity(evidence=["E0001"]))  # a failed audit is evidence
 
 
+def test_what_is_pending_is_not_said_again(make: Make) -> None:
+    agent = make()
+    agent.run.propose(opportunity(workloads=["decode", "prefill"]))
+    with refused("duplicate-opportunity", agent.run, "O0001 is pending"):
+        agent.run.propose(opportunity(workloads=["prefill", "decode"], mechanism="The same in other words."))
+    child, _ = agent.act()
+    agent.audit(child)
+    agent.run.decide(decision("archive"))
+
+
 def test_a_merge_names_branches(make: Make) -> None:
     agent = make()
     run = agent.run
@@ -462,7 +472,7 @@ def test_abandoning_takes_failures_or_a_falsification(make: Make) -> None:
             with refused("abandon", run, "no audit of the direction"):
                 wrong = {"audit": "E0000", "measurement": "something"}
                 run.decide(decision("abandon", audit=audit, subject=ROOT, evidence=[audit], falsified_by=wrong))
-            follow = opportunity(direction="skip-rescale", evidence=[audit])
+            follow = opportunity(direction="skip-rescale", evidence=[audit], workloads=["prefill"])
             run.decide(decision("continue", audit=audit, subject=ROOT, follow_ups=[follow]))
     with refused("abandon", run, "evidence is empty"):
         run.decide(decision("abandon", audit="E0002", subject=ROOT))
@@ -603,6 +613,8 @@ def test_usage_is_counts_or_a_reason(make: Make) -> None:
     with refused("usage", run):
         run.usage({"unavailable": ""})
     run.usage(counts)
+    with refused("usage", run, "recorded already"):  # the command was run again
+        run.usage(counts)
     run.usage({"unavailable": "the environment shows none"})
     run.usage(counts)
     assert run.state.tokens == 30 and run.state.tokens_unavailable == "the environment shows none"

@@ -17,8 +17,10 @@ exit code 2. A file may be `-` for standard input.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ if __name__ == "__main__":
 
 from tools.core.errors import CommandParser, UserError, run_command
 from tools.core.files import read_bytes, show_path
+from tools.search import packed
 from tools.search.run import Run
 from tools.search.summary import summary, text
 
@@ -149,6 +152,20 @@ def _read_json(path: Path) -> Any:
         raise UserError(f"{show_path(path)}: not JSON: {problem}") from None
 
 
+@contextlib.contextmanager
+def _reading(folder: Path) -> Iterator[Run]:
+    """A run to read: one that goes on, or a published one."""
+    with packed.opened(folder) as plain:
+        yield Run.open(plain)
+
+
+def _writing(folder: Path) -> Run:
+    """A run to add to."""
+    if packed.is_published(folder):
+        raise UserError(f"{show_path(folder)}: is a published run, to which nothing is added")
+    return Run.open(folder)
+
+
 # ---------------------------------------------------------------- commands: each returns what it has to say, as (text, JSON)
 
 Said = tuple[str, Any]
@@ -173,31 +190,33 @@ def _after(run: Run, said: str, **more: Any) -> Said:
 
 
 def _status(args: argparse.Namespace) -> Said:
-    found = summary(Run.open(args.run))
+    with _reading(args.run) as run:
+        found = summary(run, args.run if packed.is_published(args.run) else None)
     return text(found), found
 
 
 def _context(args: argparse.Namespace) -> Said:
     from tools.search.context import context
 
-    found = context(Run.open(args.run), args.budget, args.parent, args.opportunity)
+    with _reading(args.run) as run:
+        found = context(run, args.budget, args.parent, args.opportunity)
     return found.rstrip("\n"), {"budget": args.budget, "context": found}
 
 
 def _propose(args: argparse.Namespace) -> Said:
-    run = Run.open(args.run)
+    run = _writing(args.run)
     made = run.propose(_read_json(args.file))
     return _after(run, f"recorded  {made['id']} {made['direction']}", recorded=[made])
 
 
 def _act(args: argparse.Namespace) -> Said:
-    run = Run.open(args.run)
+    run = _writing(args.run)
     child, action = run.act(_read_json(args.file), read_bytes(args.source), args.source.suffix.lstrip("."))
     return _after(run, f"recorded  {action['id']}, which made {child['id']}", recorded=[action, child])
 
 
 def _audit(args: argparse.Namespace) -> Said:
-    run = Run.open(args.run)
+    run = _writing(args.run)
     audit = run.audit(args.implementation, args.report, show=lambda line: print(line, file=sys.stderr))
     return _audited(run, audit)
 
@@ -206,13 +225,18 @@ def _audited(run: Run, audit: dict[str, Any]) -> Said:
     known = run.state.audits[audit["id"]]
     outcome = "the incumbent" if known.accepted else known.note or ("not promoted" if audit["action"] else "the root")
     measured = f", T {audit['T']:.5g}" if audit["T"] is not None else ""
-    why = f": {audit['failure'].get('reason') or audit['failure']}" if audit["failure"] else ""
+    why = f": {_why(audit['failure'])}" if audit["failure"] else ""
     said = f"recorded  {audit['id']} of {audit['implementation']}: {audit['status']}{measured}, {outcome}{why}"
     return _after(run, said, recorded=[audit], accepted=known.accepted, note=known.note)
 
 
+def _why(failure: dict[str, Any]) -> str:
+    """A failure in a line: what the evaluator said, or the case that failed."""
+    return str(failure.get("what") or f"{failure.get('check')}: {failure.get('case')}").splitlines()[0][:200]
+
+
 def _decide(args: argparse.Namespace) -> Said:
-    run = Run.open(args.run)
+    run = _writing(args.run)
     decision, *made = run.decide(_read_json(args.file))
     follow = "".join(f", {item['id']} {item['direction']}" for item in made)
     return _after(
@@ -230,7 +254,7 @@ def _usage(args: argparse.Namespace) -> Said:
         raise UserError("state --input-tokens, --output-tokens and --source, or --unavailable with the reason")
     else:
         fields = counts
-    run = Run.open(args.run)
+    run = _writing(args.run)
     run.usage(fields)
     return _after(run, "recorded  usage", recorded=[fields])
 
@@ -238,7 +262,8 @@ def _usage(args: argparse.Namespace) -> Said:
 def _verify(args: argparse.Namespace) -> Said:
     from tools.search.verify import verify
 
-    found = verify(args.run)
+    with packed.opened(args.run) as plain:
+        found = {**verify(plain), "run": show_path(args.run)}
     counts = ", ".join(f"{found[key]} {key}" for key in ("lines", "records", "sources", "reports"))
     return "\n".join([f"verified  {found['run']}: {counts}", *(f"note      {note}" for note in found["notes"])]), found
 
@@ -246,14 +271,17 @@ def _verify(args: argparse.Namespace) -> Said:
 def _report(args: argparse.Namespace) -> Said:
     from tools.search.page import write_report
 
-    paths = [show_path(path) for path in write_report(Run.open(args.run), args.output or args.run / "report")]
+    if args.output is None and packed.is_published(args.run):
+        raise UserError(f"{show_path(args.run)}: is a published run and has its page: name another folder (--output)")
+    with _reading(args.run) as run:
+        paths = [show_path(path) for path in write_report(run, args.output or args.run / "report")]
     return "\n".join(f"wrote     {path}" for path in paths), {"wrote": paths}
 
 
 def _export_job(args: argparse.Namespace) -> Said:
     from tools.search import audits, jobs
 
-    run = Run.open(args.run)
+    run = _writing(args.run)
     folder = jobs.export(run, args.implementation or audits.waiting(run))
     return f"wrote     {show_path(folder)}: copy it to the machine, and run run.sh there", {"wrote": show_path(folder)}
 
@@ -261,14 +289,14 @@ def _export_job(args: argparse.Namespace) -> Said:
 def _import_report(args: argparse.Namespace) -> Said:
     from tools.search import jobs
 
-    run = Run.open(args.run)
+    run = _writing(args.run)
     return _audited(run, jobs.import_report(run, args.report))
 
 
 def _publish(args: argparse.Namespace) -> Said:
     from tools.search.publish import publish
 
-    folder = publish(Run.open(args.run), args.name)
+    folder = publish(_writing(args.run), args.name)
     return f"wrote     {show_path(folder)}", {"wrote": show_path(folder)}
 
 

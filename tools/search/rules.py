@@ -1,6 +1,7 @@
 """The rules across records: what may follow on a state. `check` looks at one log line and raises RuleError, or lets it pass.
 
-Rules of a proposal:     root-first, stopped, unknown-record, unverified-parent, merge-parents, abandoned-direction
+Rules of a proposal:     root-first, stopped, unknown-record, unverified-parent, merge-parents, abandoned-direction,
+                         duplicate-opportunity
 of an action:            root-first, root-opportunities, stopped, open-attempt, unknown-opportunity, consumed-opportunity,
                          unverified-parent, merge-parents, parent-not-listed, parent-not-retained, archived-parent,
                          duplicate-source
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from tools.search import decisions
 from tools.search.facts import GROUPS
 from tools.search.records import FIRST, LETTERS, ROOT, RuleError, make_id
+from tools.search.vertices import meaning
 
 if TYPE_CHECKING:
     from tools.search.state import State
@@ -56,7 +58,7 @@ def check(state: State, line: dict[str, Any]) -> None:
             check_opportunity(state, opportunity, decision["id"])
         decisions.check(state, decision, follow_ups)
     elif kind == "usage":
-        _check_usage(facts, f"line {line['n']}")
+        _check_usage(state, facts, f"line {line['n']}")
 
 
 def _check_ids(state: State, kind: str, facts: Facts, where: str) -> None:
@@ -114,6 +116,9 @@ def check_opportunity(state: State, found: Facts, origin: str | None = None) -> 
         raise RuleError(record, "unknown-record", f"origin {found['origin']} is no decision of this run")
     if found["merge"]:
         _check_merge(state, record, found["applies_to"])
+    twin = state.said.get(meaning(found))
+    if twin and state.opportunities[twin].pending:
+        raise RuleError(record, "duplicate-opportunity", f"{twin} is pending and says the same: take that, or say what differs")
     since = state.abandoned.get(found["direction"])
     if since is not None and all(state.audits[audit].n <= since for audit in found["evidence"]):
         raise RuleError(
@@ -205,8 +210,8 @@ def _taken_opportunity(state: State, action: Facts) -> Any:
     if found is None:
         pending = ", ".join(state.pending) or "none"
         raise RuleError(record, "unknown-opportunity", f"{name} is no opportunity of this run; pending: {pending}")
-    if found.used_by is not None:
-        how = "withdrawn" if found.used_by.startswith("L") else "taken up"
+    if not found.pending:
+        how = "withdrawn" if str(found.used_by).startswith("L") else "taken up"
         raise RuleError(
             record, "consumed-opportunity", f"{name} was {how} by {found.used_by}: propose another try as a new opportunity"
         )
@@ -273,8 +278,8 @@ def _check_promotion(audit: Facts) -> None:
 # ---------------------------------------------------------------- usage
 
 
-def _check_usage(usage: Facts, record: str) -> None:
-    """Whole numbers of tokens, or the reason why there are none."""
+def _check_usage(state: State, usage: Facts, record: str) -> None:
+    """Whole numbers of tokens, or the reason why there are none; not the very report before it once more."""
     if "unavailable" in usage:
         if set(usage) != {"unavailable"} or not usage["unavailable"]:
             raise RuleError(record, "usage", "where counts are unavailable, state the reason and nothing else")
@@ -284,3 +289,5 @@ def _check_usage(usage: Facts, record: str) -> None:
         raise RuleError(record, "usage", f"{counts} are not all whole numbers from 0")
     if counts[2] > counts[0]:
         raise RuleError(record, "usage", f"cached tokens ({counts[2]}) are a part of the input tokens ({counts[0]})")
+    if usage["step"] is not None and usage == state.last_usage:
+        raise RuleError(record, "usage", f"the last report says the same of {usage['step']}: it is recorded already")

@@ -11,7 +11,6 @@ leaves the run as it was.
 from __future__ import annotations
 
 import json
-import lzma
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -108,16 +107,9 @@ class Run:
         return [self._read(identity) for identity in self.ids(kind)]
 
     def report_bytes(self, audit: str) -> bytes:
-        """The evaluator's report of an audit, as it was written. A published run keeps it compressed."""
+        """The evaluator's report of an audit, as it was written."""
         path = self.folder / "reports" / f"{audit}.json"
-        packed = path.with_name(f"{path.name}.xz")
-        if not path.is_file() and packed.is_file():
-            try:
-                data = lzma.decompress(read_bytes(packed))
-            except lzma.LZMAError as problem:
-                raise UserError(f"{show_path(packed)}: cannot be unpacked: {problem}") from None
-        else:
-            data = read_bytes(path)
+        data = read_bytes(path)
         if sha256_bytes(data) != self.record(audit)["report"]["sha256"]:
             raise UserError(
                 f"{show_path(path)}: is not the report that {audit} was made from: restore it from a copy of the run"

@@ -16,7 +16,7 @@ from typing import Any
 
 from tools.search import rules
 from tools.search.records import FIRST, ROOT, make_id
-from tools.search.vertices import Action, Audit, Best, Decision, Implementation, Opportunity
+from tools.search.vertices import Action, Audit, Best, Decision, Implementation, Opportunity, meaning
 
 _HELD_IN = {"O": "opportunities", "I": "implementations", "A": "actions", "E": "audits", "L": "decisions"}
 
@@ -53,6 +53,8 @@ class State:
     failed: dict[str, list[str]] = field(default_factory=dict)  # direction -> unverified audits
     audit_of: dict[str, str] = field(default_factory=dict)  # implementation -> its audit that counts
     decision_of: dict[str, str] = field(default_factory=dict)  # audit -> decision
+    said: dict[tuple[Any, ...], str] = field(default_factory=dict)  # what an opportunity says -> the last that says it
+    last_usage: dict[str, Any] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)  # SHA-256 -> implementation
 
     # ------------------------------------------------------------ questions
@@ -189,6 +191,7 @@ class State:
         for found in facts.get("opportunities", ()):
             self.opportunities[found["id"]] = Opportunity(**found, n=n)
             self.pending.append(found["id"])
+            self.said[meaning(found)] = found["id"]
         for found in facts.get("implementations", ()):
             self.implementations[found["id"]] = Implementation(**found, n=n)
             self.sources[found["source"]["sha256"]] = found["id"]
@@ -200,6 +203,7 @@ class State:
             self._decide(found, n)
 
     def _use(self, usage: dict[str, Any]) -> None:
+        self.last_usage = usage
         if "unavailable" in usage:
             self.tokens_unavailable = usage["unavailable"]
         else:

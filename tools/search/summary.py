@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from tools.core.files import show_path
@@ -14,15 +15,18 @@ NEXT = {
     "action": "act --run {run} --file FILE --source CHILD",
     "propose": "propose --run {run} --file FILE",
     "stopped": "report --run {run}",
+    "published": "verify --run {run}",
 }
 
 
-def summary(run: Run) -> dict[str, Any]:
-    """Everything that status tells, as JSON."""
-    state, now = run.state, now_text()
+def summary(run: Run, published: Path | None = None) -> dict[str, Any]:
+    """Everything that status tells, as JSON. `published`: the folder of a published run, which `run` was unpacked from."""
+    state = run.state
+    now = state.time if published else now_text()
+    shown = show_path(published or run.folder)
     stop = state.stop_at(now)
     return {
-        "run": show_path(run.folder),
+        "run": shown,
         "name": state.name,
         "target": state.target,
         "contract": state.contract,
@@ -47,7 +51,7 @@ def summary(run: Run) -> dict[str, Any]:
         "unaudited": state.unaudited(),
         "lines": state.lines,
         "last_step": state.time,
-        "next": "python tools/ir.py " + NEXT[_next(run, stop)].format(run=show_path(run.folder)),
+        "next": "python tools/ir.py " + NEXT["published" if published else _next(run, stop)].format(run=shown),
     }
 
 

@@ -19,6 +19,17 @@ class Opportunity:
     n: int  # the log line that made it
     used_by: str | None = None  # the action that took it up, or the decision that withdrew it
 
+    @property
+    def pending(self) -> bool:
+        """Whether an action may still take it up."""
+        return self.used_by is None
+
+
+def meaning(facts: dict[str, Any]) -> tuple[Any, ...]:
+    """What two opportunities share that say the same: a command that was run twice makes such ones."""
+    lists = (tuple(sorted(facts[key])) for key in ("workloads", "evidence", "applies_to"))
+    return facts["direction"], facts["merge"], *lists
+
 
 @dataclass
 class Implementation:
