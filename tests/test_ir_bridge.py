@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,61 +14,11 @@ from ir_tools import Scripted, action, edited, new_run, opportunity, scripted_re
 
 from tools.core.errors import UserError
 from tools.evaluator import report as reports
-from tools.search import bridge, patches
+from tools.search import bridge
 from tools.search.records import ROOT, RuleError
 from tools.search.run import Run
 
 Report = dict[str, Any]
-
-
-# ---------------------------------------------------------------- patches
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("a\nb\n", "a\nc\n"),
-        ("a\nb", "a\nb\n"),
-        ("a\nb\n", "a\nb"),
-        ("", "a"),
-        ("a", ""),
-        ("a\r\nb\r\n", "a\nb\r\n"),
-        ("-- a\n++ b\n@@ x\n", "--- a\n+++ b\n"),
-        ("\\ No newline at end of file\n", "x"),
-        ("ä\u2028ö\x0c\n", "ä\u2028ü\x0c\n"),
-    ],
-)
-def test_a_patch_gives_every_byte_back(old: str, new: str) -> None:
-    patch = patches.make(old.encode(), new.encode(), "source.cpp")
-    assert patches.apply(old.encode(), patch) == new.encode()
-
-
-def test_patches_of_random_texts_are_exact() -> None:
-    draw = random.Random(5)
-    for _ in range(300):
-        old, new = ("".join(draw.choice("ab\r\n- +@\\") for _ in range(draw.randrange(40))) for _ in range(2))
-        if old != new:
-            assert patches.apply(old.encode(), patches.make(old.encode(), new.encode(), "x")) == new.encode()
-
-
-def test_a_patch_fits_exactly_or_not_at_all() -> None:
-    old = "".join(f"line {n}\n" for n in range(40)).encode()
-    patch = patches.make(old, old.replace(b"line 20", b"line XX"), "x")
-    with pytest.raises(UserError, match=r"A0001: patch: does not apply: its old lines do not stand at line 18"):
-        patches.apply(b"one more\n" + old, patch, "A0001: patch")
-    with pytest.raises(UserError, match="does not have the lines that its header counts"):
-        patches.apply(old, patch.replace("+line XX\n", ""))
-    with pytest.raises(UserError, match="does not apply"):
-        patches.apply(old.replace(b"line 19", b"line 1X"), patch)
-    with pytest.raises(UserError, match="changes 2 files"):
-        patches.apply(old, patch + patch.replace("a/x", "a/y").replace("b/x", "b/y"))
-
-
-def test_what_no_patch_can_hold_is_refused_by_name() -> None:
-    with pytest.raises(UserError, match=r"source.cpp: line 2: not UTF-8"):
-        patches.make(b"a\n", b"a\n\xff\n", "source.cpp")
-    with pytest.raises(UserError, match=r"source.cpp: the child is the parent unchanged"):
-        patches.make(b"a\n", b"a\n", "source.cpp")
 
 
 # ---------------------------------------------------------------- a run with one child
@@ -125,6 +74,7 @@ EDITS: dict[str, tuple[Callable[[Report], Any], str]] = {
     "an evaluator's hash by hand": (lambda r: r["hashes"].update(evaluator="0" * 64), "another evaluator"),
     "another header": (lambda r: r["builds"]["root"]["files"].update({"pool.h": "0" * 64}), "root was built from other files"),
     "another machine": (lambda r: r["environment"].update(processor="a faster one"), "measured on a faster one, 8 cores"),
+    "no machine": (lambda r: r.update(environment={}), "measured on unknown processor"),
     "fewer cores": (lambda r: r["environment"].update(cores=2), "2 cores, the root on scripted processor, 8 cores"),
     "a given seed": (lambda r: r["run"].update(seed_given=True), "the seed was given"),
     "guards off": (lambda r: r["run"].update(guards_off=["noise"]), r"guards were off \(noise\)"),
@@ -263,12 +213,11 @@ def test_figures_that_do_not_follow_are_refused(run: Run, name: str) -> None:
     assert caught.value.rule == "audit-target"
 
 
-def test_a_run_that_lacks_a_cell_is_not_complete(run: Run) -> None:
-    report = child_report(run)
-    shorter = run.target()
-    shorter.config["workloads"]["decode"]["batch"].append(32)
-    with mock.patch.object(run, "target", lambda: shorter):
-        assert not fields(run, report)["complete"]
+def test_a_report_that_lacks_a_cell_is_not_complete(run: Run) -> None:
+    config = bridge.frozen_config(run)
+    config["workloads"]["decode"]["batch"].append(32)
+    with mock.patch.object(bridge, "frozen_config", lambda run: config):
+        assert not fields(run, child_report(run))["complete"]
 
 
 # ---------------------------------------------------------------- starting the evaluator
@@ -350,6 +299,17 @@ def test_a_section_that_changed_ends_the_run(run: Run, section: str) -> None:
         mock.patch.object(run, "target", lambda: target),
         pytest.raises(RuleError, match=f"the config's section {section} has changed since the run was made"),
     ):
+        bridge.check_frozen(run)
+
+
+def test_an_edited_config_is_named(run: Run) -> None:
+    path = run.folder / "config.json"
+    text = path.read_text()
+    path.write_text(text.replace('"max_slowdown": 1.1', '"max_slowdown": 2.1'))
+    with pytest.raises(UserError, match=r"config.json: section limits is not what the run froze"):
+        bridge.check_report(run, "I0001", child_report(run))
+    path.write_text(text[:200])
+    with pytest.raises(UserError, match=r"config.json: was cut or edited"):
         bridge.check_frozen(run)
 
 

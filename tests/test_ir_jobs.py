@@ -19,7 +19,7 @@ from tools.core.errors import UserError
 from tools.core.files import REPO_ROOT, sha256_bytes, sha256_json
 from tools.evaluator import integrity
 from tools.evaluator import report as reports
-from tools.search import bridge, jobs
+from tools.search import bridge, jobs, schemas
 from tools.search.records import ROOT, RuleError
 from tools.search.run import Run
 
@@ -67,6 +67,21 @@ def test_a_job_holds_all_that_it_needs(run: Run) -> None:
 def test_a_job_of_the_root_compares_with_nothing(tmp_path: Path) -> None:
     job = jobs.read_job(jobs.export(new_run(tmp_path / "run"), ROOT))
     assert job["incumbent"] is None and "--root" not in job["command"] and "--incumbent" not in job["command"]
+
+
+def test_what_cannot_be_audited_is_not_exported(run: Run) -> None:
+    for identity in ("I0009", ROOT):
+        with pytest.raises(RuleError):
+            jobs.export(run, identity)
+    assert list((run.folder / "jobs").iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", ["job", "archive"])
+def test_the_schemas_examples_are_valid(kind: str) -> None:
+    (example,) = json.loads((schemas.FOLDER / f"{kind}.schema.json").read_text())["examples"]
+    schemas.validate(kind, example, "the example")
+    with pytest.raises(RuleError, match="unknown: more"):
+        schemas.validate(kind, {**example, "more": 1}, "the example")
 
 
 def test_every_export_is_a_folder_of_its_own(run: Run) -> None:

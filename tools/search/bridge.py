@@ -52,7 +52,7 @@ def check_frozen(run: Run) -> Target:
                 f"the config's section {section} has changed since the run was made: restore it, or start a new run "
                 "(a changed contract is a new root)",
             )
-    frozen = _frozen_config(run)
+    frozen = frozen_config(run)
     for role, now, then in (
         ("kernel.files", target.config["kernel"]["files"], frozen["kernel"]["files"]),
         ("kernel.witness", target.kernel_files("witness"), _files(frozen["kernel"]["witness"])),
@@ -68,9 +68,17 @@ def check_frozen(run: Run) -> Target:
     return target
 
 
-def _frozen_config(run: Run) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(read_bytes(run.folder / "config.json"))
-    return found
+def frozen_config(run: Run) -> dict[str, Any]:
+    """The resolved config that the run froze; UserError where the file is not what the manifest has hashes of."""
+    path = run.folder / "config.json"
+    try:
+        found: Any = json.loads(read_bytes(path))
+        changed = [name for name, digest in run.manifest["target"]["sections"].items() if sha256_json(found[name]) != digest]
+    except (ValueError, KeyError, TypeError):
+        raise UserError(f"{show_path(path)}: was cut or edited; restore it from a copy of the run") from None
+    if changed:
+        raise UserError(f"{show_path(path)}: section {changed[0]} is not what the run froze: restore it from a copy")
+    return dict(found)
 
 
 def _files(unit: dict[str, Any]) -> dict[str, str]:
@@ -190,7 +198,7 @@ def _check_specification(run: Run, name: str, report: dict[str, Any]) -> None:
             f"a report of another evaluator ({found[:12]}..., the run froze {manifest['evaluator']['sha256'][:12]}...): "
             "measure it with the run's version",
         )
-    kernel = _frozen_config(run)["kernel"]
+    kernel = frozen_config(run)["kernel"]
     headers, witness = sorted(kernel["files"].values()), kernel["witness"]["sha256"]
     for role, build in report["builds"].items():
         others = list(build["files"].values())
@@ -237,7 +245,7 @@ def _check_machine(run: Run, name: str, report: dict[str, Any]) -> None:
     if not audits or name == ROOT:
         return
     wanted, found = run.record(audits[-1].id)["environment"]["machine"], outcome.machine(report)
-    if report["environment"] and found != wanted:
+    if found != wanted and (report["environment"] or report["status"] == "PASSED"):
         raise _refused(name, f"measured on {found}, the root on {wanted}: measure it there, or start a run here")
 
 
@@ -257,8 +265,10 @@ def audit_from_report(run: Run, implementation: str, report: dict[str, Any]) -> 
 
 
 def _figures(run: Run, implementation: str, report: dict[str, Any]) -> dict[str, Any]:
+    is_root = implementation == ROOT
+    incumbent = None if is_root else compared_with(run, report)
     try:
-        return outcome.audit_fields(report, run.target().config, compared_with(run, report), is_root=implementation == ROOT)
+        return outcome.audit_fields(report, frozen_config(run), incumbent, is_root=is_root)
     except UserError as problem:
         raise _refused(implementation, f"{problem}; measure it again") from None
 

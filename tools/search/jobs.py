@@ -26,7 +26,7 @@ from tools.core.config import ROLES, Target
 from tools.core.errors import CommandParser, UserError, run_command
 from tools.core.files import REPO_ROOT, make_folder, read_bytes, sha256_bytes, sha256_json, show_path, write_new
 from tools.evaluator.integrity import evaluator_hashes
-from tools.search import bridge
+from tools.search import bridge, rules
 from tools.search.records import ROOT, RuleError
 from tools.search.schemas import validate
 
@@ -50,6 +50,7 @@ def export(run: Run, implementation: str) -> Path:
 
     RuleError where the implementation may not be audited now, or the run's specification has changed.
     """
+    rules.check_auditable(run.state, run.state.next_id("E"), implementation)
     target = bridge.check_frozen(run)
     name, folder = _free(run.folder / "jobs", implementation)
     files: dict[str, bytes] = {"run.sh": SCRIPT.encode(), **_declared(target)}
