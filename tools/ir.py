@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import json
 import sys
 from collections.abc import Iterator
@@ -316,4 +317,5 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    gc.disable()  # a long log is a hundred thousand small objects, none of them garbage; looking takes a fifth of the time
     sys.exit(run_command(main))

@@ -62,7 +62,7 @@ class Run:
 
     def _take(self, line: log.Line) -> None:
         try:
-            self.state.apply(line)
+            self.state.replay(line)
         except (KeyError, TypeError, ValueError, AttributeError) as problem:
             where = f"{show_path(self.folder / log.NAME)}: line {line['n'] + 1}"
             raise UserError(
