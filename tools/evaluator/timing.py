@@ -30,7 +30,7 @@ from tools.evaluator.runner import Call, Runner, WorkerFailure
 from tools.evaluator.statistics import median, median_interval
 
 MODES = ("cold", "hot")
-MOST_CALLS = 512  # of one graph, where cold does not need more
+MOST_CALLS = 2048  # of one graph, where cold does not need more
 ATTEMPTS = 3  # at a cell whose clocks disagree
 HOT_CALLS = 64  # of one pass on the CPU
 
