@@ -239,11 +239,13 @@ def test_a_against_a_is_not_promoted_and_a_slower_one_is_not_admissible(
             cases="quick",
             source=source,
             root=honest,
+            hot=False,
             guards_off=evaluator_tools.UNCONFINED,
         ),
         quiet,
     )
     assert slow["status"] == "PASSED", slow["reason"]
+    assert set(slow["timing"]["cells"][0]["modes"]) == {"cold"} == set(slow["timing"]["geomeans"])
     assert not slow["promotion"]["admissible"] and "limit" in slow["promotion"]["problems"][0]
     assert f"guards were off: {', '.join(sorted(evaluator_tools.UNCONFINED))}" in slow["promotion"]["blockers"]
 

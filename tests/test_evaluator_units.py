@@ -437,7 +437,6 @@ def test_a_clock_that_hides_time_is_not_believed() -> None:
     assert "the worker's clock counted 5.000 ms a pass" in (clock_problem(lie, 0.3, "cpu") or "")
     some = timed([0.5] * 4 + [1.0] * 5, [1.03] * 9, 10)  # fewer than half: the median of the times bounds what that wins
     assert clock_problem(some, 0.3, "cpu") is None
-    assert "cannot be compared" in (clock_problem(honest, 8.0, "cpu") or "")  # on a busy machine anything could go unseen
 
 
 def test_a_claim_is_worth_what_the_judges_clock_supports() -> None:
@@ -446,5 +445,6 @@ def test_a_claim_is_worth_what_the_judges_clock_supports() -> None:
     slack = allowance_ms(0.3) / 10
     assert timer._believed(timed([0.2], [1.0], 10), 0.3) == [1.0 - slack]
     assert timer._believed(timed([0.99], [1.0], 10), 0.3) == [0.99]
+    assert timer._believed(timed([0.2], [1.0], 10), 50.0) == [0.75]  # however much the requests of a busy machine cost
     timer._guards = Guards(frozenset({"clock"}))
     assert timer._believed(timed([0.2], [1.0], 10), 0.3) == [0.2]

@@ -53,6 +53,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, help="draw the inputs of an earlier run again")
     parser.add_argument("--only", type=_names, default=(), metavar="CHECK,...", help="run only these correctness checks")
     parser.add_argument("--no-timing", action="store_true", help="stop after the correctness checks")
+    parser.add_argument("--cold", action="store_true", help="time with cold inputs only: all that a promotion looks at")
     parser.add_argument("--json", action="store_true", help="print a summary as JSON and nothing else")
     parser.add_argument(
         "--mutation-score", action="store_true", help="how many numerical mutants the correctness checks kill, and which"
@@ -146,6 +147,7 @@ def main(arguments: list[str] | None = None) -> int:
         seed=args.seed,
         only=args.only,
         timing=not args.no_timing,
+        hot=not args.cold,
         command=tuple(sys.argv if arguments is None else ["evaluate.py", *arguments]),
     )
     console = Console(stderr=True, quiet=args.json)

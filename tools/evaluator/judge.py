@@ -45,7 +45,7 @@ from tools.evaluator.passes import Mismatch, Racer, Refused
 from tools.evaluator.reproducer import Origin
 from tools.evaluator.runner import START_TIMEOUT_S, Runner, Stop, WorkerFailure, live_workers
 from tools.evaluator.sealed import sealed_cases
-from tools.evaluator.timing import EFFORTS, Timer, machine_section
+from tools.evaluator.timing import EFFORTS, MODES, Timer, machine_section
 from tools.loader.build import Built, build, unchanged
 from tools.loader.device import check_machine, resolve_device
 
@@ -73,6 +73,7 @@ class Options:
     seed: int | None = None
     only: tuple[str, ...] = ()
     timing: bool = True
+    hot: bool = True  # time with shared inputs too
     command: tuple[str, ...] = ()
     # Only from Python, for tests: a target and a grid in place of the packaged ones, and guards that are switched off.
     target: Target | None = None
@@ -496,7 +497,7 @@ class Judge:
         timer = self._timer(self.seed, self._progress)
         racers = self._racers(roles)
         with _refusals():
-            found = [timer.cell(cell, racers) for cell in self.cells]
+            found = [timer.cell(cell, racers, MODES if self.options.hot else ("cold",)) for cell in self.cells]
         report.add_ratios(found)
         if self.record["dispatch"] is None and self.options.observed:
             with self._stage("dispatch"):

@@ -228,6 +228,8 @@ def geomeans(cells: list[dict[str, Any]]) -> dict[str, Any]:
     """Geometric means of the ratios by mode and phase: against the best baseline and against each."""
     found: dict[str, Any] = {}
     for mode in ("cold", "hot"):
+        if any(mode not in cell["modes"] for cell in cells):  # not asked for
+            continue
         for phase in ("full", "decode", "prefill", "update"):
             ratios: dict[str, list[float]] = {}
             for cell in cells:

@@ -119,7 +119,7 @@ def show(console: Console, report: dict[str, Any]) -> None:
                     console.print(f"    {_divergence(failure['divergence'])}", soft_wrap=True, highlight=False, markup=False)
     if report["timing"] is not None:
         for mode in ("cold", "hot"):
-            if any(not cell["modes"][mode]["same_as"] for cell in report["timing"]["cells"]):
+            if any(not cell["modes"].get(mode, {"same_as": "cold"})["same_as"] for cell in report["timing"]["cells"]):
                 console.print(_cells(report, mode))
         for mode, phases in report["timing"]["geomeans"].items():
             for phase in ("full", "decode"):

@@ -24,7 +24,19 @@ from tools.evaluator.compare import poison_, unwritten
 from tools.evaluator.grids import Cell
 from tools.evaluator.guards import ALL, Guards
 from tools.evaluator.inputs import Draw
-from tools.evaluator.passes import Clocks, Entry, Inputs, Passes, Racer, Refused, allowance_ms, clock_problem, high, unseen_ms
+from tools.evaluator.passes import (
+    CLOCK_MOST,
+    Clocks,
+    Entry,
+    Inputs,
+    Passes,
+    Racer,
+    Refused,
+    allowance_ms,
+    clock_problem,
+    high,
+    unseen_ms,
+)
 from tools.evaluator.quiet import open_quiet
 from tools.evaluator.runner import Call, Runner, WorkerFailure
 from tools.evaluator.statistics import median, median_interval
@@ -319,7 +331,7 @@ class Timer:
             return entry.worker_ms
         slack = allowance_ms(usual_ms)
         every = zip(entry.worker_ms, entry.judge_ms, entry.spans, strict=True)
-        return [max(worker, judge - slack / span) for worker, judge, span in every]
+        return [max(worker, judge - min(slack / span, CLOCK_MOST * judge)) for worker, judge, span in every]
 
     def _accuracy(self, cell: Cell, calls: list[Call], draw: Draw) -> oracle.Accuracy:
         """RMS error over some rows of some calls."""
