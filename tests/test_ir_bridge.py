@@ -12,9 +12,10 @@ from unittest import mock
 import pytest
 from ir_tools import Scripted, action, edited, new_run, opportunity, scripted_report
 
+from tools.core.config import load_target
 from tools.core.errors import UserError
 from tools.evaluator import report as reports
-from tools.search import bridge
+from tools.search import bridge, outcome
 from tools.search.records import ROOT, RuleError
 from tools.search.run import Run
 
@@ -148,6 +149,16 @@ def test_the_root_is_its_own_reference(run: Run) -> None:
     assert found["T"] == found["T_root"] == pytest.approx(1.0)
     assert found["admissible"] and found["complete"] and not found["promoted"]
     assert found["incumbent"] is None and found["code"] == {}
+
+
+def test_a_real_report_gives_its_own_figures(repo: Path) -> None:
+    """Of the packaged CPU kernel: what stands in the record is what stands in the report, recomputed."""
+    report = reports.read(repo / "experimental" / "evidence" / "cpu-avx2.json")
+    found = outcome.audit_fields(report, load_target("cpu").config, None, is_root=True)
+    assert found["complete"] and found["T"] == pytest.approx(1.0) and found["environment"] == {"machine": "AMD EPYC, 2 cores"}
+    for cell, said in zip(found["cells"], report["timing"]["cells"], strict=True):
+        kernel = said["modes"]["cold"]["kernels"]["candidate"]
+        assert cell["us"] == pytest.approx(kernel["median_us"]) and cell["interval_us"] == pytest.approx(kernel["interval_us"])
 
 
 def test_a_slower_child_is_neither_admissible_nor_promoted(run: Run) -> None:
