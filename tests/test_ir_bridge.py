@@ -262,7 +262,7 @@ def test_the_evaluator_is_started_as_a_user_would(run: Run, tmp_path: Path) -> N
     found, shown, words = evaluate(run, tmp_path, child_report(run))
     assert shown == ["correctness"] and found["status"] == "PASSED"
     source, root = run.source_path("I0001"), run.source_path(ROOT)
-    assert words == ["--gpu", "cpu", "--source", str(source), "--root", str(root), "--incumbent", str(root),
+    assert words == ["--gpu", "cpu", "--source", str(source), "--cold", "--root", str(root), "--incumbent", str(root),
                      "--output", str(tmp_path / "out.json")]  # fmt: skip
 
 

@@ -10,13 +10,15 @@ from tools.core.errors import UserError
 from tools.core.files import REPO_ROOT, sha256_file, show_path
 
 DECIDING = ("tools/core", "tools/evaluator", "tools/fuzzer", "tools/loader")
+SCHEMAS = ("case", "config", "report")
 LIMITS_THAT_REFUSE = ("max_slowdown", "accuracy_ratio", "accuracy_rms")  # a larger value lets more pass
 
 
 def evaluator_files() -> list[Path]:
     """Every file of this repository that decides."""
     found = [path for folder in DECIDING for path in sorted((REPO_ROOT / folder).rglob("*.py"))]
-    return [REPO_ROOT / "tools" / "evaluate.py", *found, *sorted((REPO_ROOT / "experimental" / "schemas").glob("*.json"))]
+    schemas = [REPO_ROOT / "experimental" / "schemas" / f"{name}.schema.json" for name in SCHEMAS]
+    return [REPO_ROOT / "tools" / "evaluate.py", *found, *schemas]
 
 
 def evaluator_hashes() -> dict[str, str]:

@@ -106,7 +106,7 @@ def command(run: Run, implementation: str, output: Path, path_of: Callable[[str]
     """Arguments of tools/evaluate.py that measure an implementation beside root and incumbent; `path_of`: of a source."""
     config = run.manifest["target"]["config"]
     words = ["--gpu", run.manifest["target"]["name"]] if config is None else ["--config", str(REPO_ROOT / config)]
-    words += ["--source", str(path_of(implementation))]
+    words += ["--source", str(path_of(implementation)), "--cold"]
     if implementation != ROOT:
         incumbent = run.state.incumbent
         if incumbent is None:
