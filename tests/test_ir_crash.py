@@ -20,8 +20,8 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from ir_tools import ROOT, Agent, Scripted, action, decision, edited, new_run, opportunity, started, unsynced
 
-from tests.ir_tools import ROOT, Agent, Scripted, action, decision, edited, new_run, opportunity, started, unsynced
 from tools.core.config import load_target
 from tools.core.errors import UserError
 from tools.core.files import write_new

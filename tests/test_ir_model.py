@@ -10,8 +10,8 @@ from typing import Any
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from ir_model import ROOT, Model
 
-from tests.ir_model import ROOT, Model
 from tools.search.records import RuleError
 from tools.search.state import State
 
