@@ -112,7 +112,7 @@ def test_a_run_by_its_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str
         last = decide("abandon", "E0007", "I0005", evidence=["E0006", "E0007"])["status"]
         assert last["stop_reason"].startswith("audits: 7 of 7") and last["stage"] == "stopped" and last["kappa"] == 2
         assert shell("usage", "--unavailable", "none are shown")["status"]["tokens"] is None
-        found = shell("verify")
+        found = shell("verify", "--figures")
         assert (found["sources"], found["reports"], found["notes"]) == (8, 8, [])
         for identity in ("I0001", "I0006", "I0007"):
             assert shell.run.state.vertex_status(identity) == "failed"

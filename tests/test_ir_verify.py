@@ -12,7 +12,7 @@ from unittest import mock
 
 import jsonschema
 import pytest
-from ir_tools import ROOT, make_run, opportunity, started
+from ir_tools import ROOT, Scripted, make_run, new_run, opportunity, started, unsynced
 
 from tools.core.errors import UserError
 from tools.core.files import canonical_json, sha256_bytes
@@ -152,6 +152,23 @@ def test_sources_reports_and_frozen_files_are_held_against_their_hashes(copy: Pa
     rewritten(copy, "A0002", patch=patch.replace("+// end of", "+// End of"))
     with pytest.raises(UserError, match="A0002: patch"):
         verify(copy)
+
+
+def test_figures_are_those_of_the_reports_samples(tmp_path: Path) -> None:
+    run, scripted = new_run(tmp_path / "run"), Scripted()
+    with unsynced(), scripted.at_work():
+        run.audit()
+        verify(run.folder, figures=True)
+        honest = json.loads((run.folder / "records" / "E0000.json").read_bytes())
+
+        def lower(lines: list[Any]) -> None:
+            lines[1]["facts"]["audits"][0]["T"] = 0.5
+
+        rewritten(run.folder, "E0000", T=0.5)
+        rechained(run.folder, lower)
+        verify(run.folder)  # all hashes agree
+        with pytest.raises(UserError, match=f"E0000: T is 0.5, its report gives {honest['T']}"):
+            verify(run.folder, figures=True)
 
 
 def test_another_version_is_refused(copy: Path, tmp_path: Path) -> None:

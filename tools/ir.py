@@ -101,6 +101,9 @@ def parser() -> CommandParser:
     usage.add_argument("--source", help="where the counts come from")
     usage.add_argument("--step", help="what they were spent on, such as an id")
     usage.add_argument("--unavailable", metavar="REASON", help="why there are no counts")
+    of["verify"].add_argument(
+        "--figures", action="store_true", help="also compute every audit's figures again, from its report's samples"
+    )
     of["report"].add_argument("--output", type=Path, metavar="FOLDER", help="default: report/ in the run's folder")
     of["export-job"].add_argument("--implementation", metavar="ID", help="default: the one that waits")
     of["import-report"].add_argument("--report", type=Path, required=True, help="report.json of the job's folder")
@@ -264,7 +267,7 @@ def _verify(args: argparse.Namespace) -> Said:
     from tools.search.verify import verify
 
     with packed.opened(args.run) as plain:
-        found = {**verify(plain), "run": show_path(args.run)}
+        found = {**verify(plain, args.figures), "run": show_path(args.run)}
     counts = ", ".join(f"{found[key]} {key}" for key in ("lines", "records", "sources", "reports"))
     return "\n".join([f"verified  {found['run']}: {counts}", *(f"note      {note}" for note in found["notes"])]), found
 

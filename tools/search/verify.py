@@ -1,6 +1,7 @@
 """Whether a run is what its log says: chain, records, facts, rules, sources, reports.
 
     found = verify(Path("runs/x"))   # counts; UserError names the first thing that does not hold
+    verify(Path("runs/x"), figures=True)   # also computes every audit's figures again, from its report's samples
 
 The chain finds accidents, and any edit that does not rewrite everything after it; it is no signature.
 """
@@ -23,15 +24,20 @@ from tools.search.state import State
 Record = dict[str, Any]
 
 
-def verify(folder: Path) -> dict[str, Any]:
-    """Check a run from its first line on. Returns how much was checked, and notes on what no line names."""
+def verify(folder: Path, figures: bool = False) -> dict[str, Any]:
+    """Check a run from its first line on. Returns how much was checked, and notes on what no line names.
+
+    figures: read every report, and compute from its samples what the audit says of it (some 30 ms each).
+    """
     run = Run.open(folder)  # the chain, the rules, the manifest's hash
     records = _records(run)
-    _check_frozen(run)
+    config = _frozen_config(run)
     sources = _check_sources(run, records)
     reports = 0
     for identity in run.ids("audit"):
         _check_report(run, records[identity])
+        if figures:
+            _check_figures(run, records[identity], config)
         reports += 1
     return {
         "run": show_path(folder),
@@ -72,11 +78,11 @@ def _records(run: Run) -> dict[str, Record]:
     return records
 
 
-def _check_frozen(run: Run) -> None:
-    """Config and prompts are those of the manifest."""
+def _frozen_config(run: Run) -> Record:
+    """The run's config, after it and the prompts were held against the manifest."""
     path = run.folder / "config.json"
     try:
-        config = json.loads(read_bytes(path))
+        config: Record = json.loads(read_bytes(path))
     except ValueError as problem:
         raise UserError(f"{show_path(path)}: not JSON: {problem}") from None
     manifest = run.manifest
@@ -90,6 +96,7 @@ def _check_frozen(run: Run) -> None:
         prompt = run.folder / "prompts" / f"{name}.md"
         if sha256_bytes(read_bytes(prompt)) != digest:
             raise UserError(f"{show_path(prompt)}: is not the prompt that the manifest froze: restore it from a copy")
+    return config
 
 
 def _check_sources(run: Run, records: dict[str, Record]) -> int:
@@ -116,6 +123,25 @@ def _check_report(run: Run, record: Record) -> None:
     data = run.report_bytes(record["id"])
     if len(data) != record["report"]["bytes"]:
         raise UserError(f"{record['id']}: report.bytes is {record['report']['bytes']}, the report has {len(data)}")
+
+
+def _check_figures(run: Run, record: Record, config: Record) -> None:
+    """What an audit says of its report follows from the report's samples."""
+    from tools.evaluator import report as reports
+    from tools.search import bridge, outcome
+
+    identity, report = record["id"], run.report(record["id"])
+    source = run.state.implementations[record["implementation"]].source["sha256"]
+    try:
+        reports.validate(report)
+        rival = bridge.compared_with(run, report)
+        found = outcome.audit_fields(report, config, rival, is_root=record["implementation"] == ROOT)
+    except UserError as problem:
+        raise UserError(f"{identity}: its report does not hold: {problem}") from None
+    if bridge.candidate_hash(report) != source:
+        raise RuleError(identity, "audit-target", f"its report is of another source than {record['implementation']}")
+    if wrong := [key for key, value in found.items() if record[key] != value]:
+        raise UserError(f"{identity}: {wrong[0]} is {record[wrong[0]]!r}, its report gives {found[wrong[0]]!r}")
 
 
 def _unnamed(run: Run) -> list[str]:
