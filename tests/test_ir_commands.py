@@ -202,7 +202,7 @@ def test_an_action_may_describe_its_child_anew(tmp_path: Path) -> None:
 
 
 def test_a_long_run_is_answered_at_once(tmp_path: Path, repo: Path) -> None:
-    """300 attempts in these times; 1,000 take 0.25 s and 2.7 s on two cores."""
+    """300 attempts in these times; 1,000 take 0.2 s and 2.0 s on two cores."""
     folder = tmp_path / "run"
     make_run(folder, 300)
     started_at = time.perf_counter()
