@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 Record = dict[str, Any]
 RENEWED = ("shared_regions", "dispatch", "numerical_requirements")  # what an action may say anew about its child
+RISKS = ("reduction_order", "scaling_and_masking", "instructions_constants_subnormals", "conversion_and_rescale_order")
 NO_PATCH = "none"  # stands where rules will refuse the action whatever its patch
 
 
@@ -23,6 +24,8 @@ def build(run: Run, fields: Record, source: bytes, suffix: str, time: str) -> tu
     state = run.state
     fields = dict(fields)
     renewed = fields.pop("implementation", {})
+    if state.without("numerics"):  # the context does not ask for them then
+        fields.setdefault("numerical_risks", dict.fromkeys(RISKS, "none: not asked in this run"))
     action, child, created = state.next_id("A"), state.next_id("I"), time[:19] + "+00:00"
     if not isinstance(renewed, dict) or not set(renewed) <= set(RENEWED):
         raise RuleError(action, "schema", f"implementation: an object with some of {', '.join(RENEWED)}")

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from tools.core.errors import UserError
+from tools.search.acts import RISKS
 from tools.search.budget import Section
 from tools.search.context_text import names, one_line
 from tools.search.context_view import Attempt, Record, View
 from tools.search.log import now_text
-
-_RISK_NAMES = ("reduction_order", "scaling_and_masking", "instructions_constants_subnormals", "conversion_and_rescale_order")
 
 
 @dataclass(frozen=True)
@@ -195,7 +194,7 @@ def _body(view: View, now: Focus) -> dict[str, Any]:
         body = {
             **{"opportunity": now.opportunity["id"] if now.opportunity else None, "parents": parents},
             **{"form": "full_sequence_only | decode_only | joint", "workloads": [], "variants": [], "scope": "", "regions": []},
-            **{"expected_effect": "", "numerical_risks": dict.fromkeys(_RISK_NAMES, ""), "contradicted_by": ""},
+            **{"expected_effect": "", "numerical_risks": dict.fromkeys(RISKS, ""), "contradicted_by": ""},
             **{"implementation": {}},
         }
         if "numerics" in view.withheld:
