@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import random
 import socket
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +16,7 @@ import pytest
 import torch
 
 from tools.core.errors import UserError
-from tools.evaluator import counters, objective, oracle
+from tools.evaluator import counters, objective, oracle, report
 from tools.evaluator.arena import Arena, Mapping
 from tools.evaluator.compare import poison_, snapshot, unchanged, unwritten, words_differ
 from tools.evaluator.device import kernels_of
@@ -415,6 +417,13 @@ def test_times_that_are_none_are_rubbish(time: Any) -> None:
         talker.replay(1, 2)
     talker._reply = {"ok": True, "ms": [1.0, 2]}
     assert talker.replay(1, 2) == [1.0, 2.0]
+
+
+def test_the_schema_of_a_report_holds_its_example(repo: Path) -> None:
+    (example,) = json.loads((repo / "experimental" / "schemas" / "report.schema.json").read_text())["examples"]
+    report.validate(example)
+    with pytest.raises(UserError, match="hash"):
+        report.validate({**example, "reason": "another"})
 
 
 def test_an_error_can_be_written_whatever_it_holds() -> None:
