@@ -29,7 +29,7 @@ from tools.search.schemas import validate
 from tools.search.verify import verify
 
 ARCHIVE = "archive.json"
-PAGE = "report"  # folder of the run's page and pictures
+PAGE, PAGE_BYTES = "report", 500_000  # folder of the run's page and pictures; what the page should not exceed by much
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -52,8 +52,8 @@ def publish(run: Run, name: str | None = None, experimental: Path = EXPERIMENTAL
             verify(run.folder)
             write_new(work / packed.NAME, packed.pack(_content(run)))
         with packed.opened(work) as plain:
-            verify(plain)
-            write_report(Run.open(plain), work / PAGE)
+            verify(plain, figures=True)
+            write_report(Run.open(plain), work / PAGE, limit=PAGE_BYTES)
         work.chmod(0o755)
         _refuse_taken(folder)
         os.rename(work, folder)
