@@ -148,7 +148,7 @@ def main(arguments: list[str] | None = None) -> int:
         only=args.only,
         timing=not args.no_timing,
         hot=not args.cold,
-        command=tuple(sys.argv if arguments is None else ["evaluate.py", *arguments]),
+        command=(show_path(Path(sys.argv[0])), *sys.argv[1:]) if arguments is None else ("evaluate.py", *arguments),
     )
     console = Console(stderr=True, quiet=args.json)
     with table.progress(console) as show:

@@ -6,7 +6,8 @@
 A table stands between `<!-- table: KIND PATH... -->` and `<!-- end of table -->`. From a report of evaluate.py: `grid`
 (each cell's time and its ratio to the fastest library), `checks` (what was compared, in words), `summary` (geometric
 means); medians are taken from the raw samples again. From several records, a row each: `mutants` (evaluate.py
---mutation-score), `exploits` (tests/exploits/run.py), `trials` (evaluate.py --promotion-trials).
+--mutation-score), `exploits` (tests/exploits/run.py), `trials` (evaluate.py --promotion-trials), `searches` (folders of
+published runs of ir.py).
 """
 
 from __future__ import annotations
@@ -121,12 +122,31 @@ def trials(record: dict[str, Any]) -> list[str]:
     return lines
 
 
+def searches(folder: Path) -> list[str]:
+    """One line of a published run; its speed is the product of its promotions' gains."""
+    from tools.search import packed
+    from tools.search.run import Run
+
+    with packed.opened(folder) as plain:
+        state = Run.open(plain).state
+    promoted = sum(audit.accepted for audit in state.audits.values())
+    place = f"[{state.name}]({folder.relative_to(REPO_ROOT / 'experimental').as_posix()}/report/report.html)"
+    tokens = "not shown to the agent" if state.tokens is None else f"{state.tokens:,}"
+    return [f"| {place} | {state.target} | {state.audited} | {promoted} | {state.speedup:.2f}x | {tokens} |"]
+
+
 HEADS = {
+    "searches": "run | target | audited attempts | promotions | speed of the last, root = 1 | tokens",
     "mutants": "target | mutants killed | pass the fp64 gate alone | seen by the witness only | survivors",
     "exploits": "target | exploits stopped | succeed with their guard off | honest controls passed",
     "trials": "target | candidate | promoted | 95 % interval",
 }
-RECORDS: dict[str, Callable[[dict[str, Any]], list[str]]] = {"mutants": mutants, "exploits": exploits, "trials": trials}
+RECORDS: dict[str, Callable[[Any], list[str]]] = {
+    "mutants": mutants,
+    "exploits": exploits,
+    "trials": trials,
+    "searches": searches,
+}
 RENDER: dict[str, Callable[[dict[str, Any]], list[str]]] = {"grid": grid, "summary": summary, "checks": checks}
 
 
@@ -137,8 +157,11 @@ def rendered(text: str, where: str, root: Path = REPO_ROOT) -> str:
         kind, paths = match[2], match[3].split()
         if kind not in (*RENDER, *RECORDS):
             raise UserError(f"{where}: table kind {kind!r} is none of {', '.join((*RENDER, *RECORDS))}")
-        records = []
+        records: list[Any] = []
         for path in paths:
+            if kind == "searches":
+                records.append(root / path)
+                continue
             try:
                 records.append(json.loads((root / path).read_text()))
             except (OSError, ValueError) as problem:
