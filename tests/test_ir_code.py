@@ -85,6 +85,12 @@ def test_shared_code_is_everybodys() -> None:
 
 
 @needs_gcc
+def test_a_prefetch_is_code() -> None:
+    """It has no effect that the compiler knows of, and all the speed."""
+    assert changed("cpu", ("ahead.fetch(key);", "ahead.fetch(key / 2);")) == {"prefill", "extend", "decode"}
+
+
+@needs_gcc
 def test_what_decode_reads_alone_is_decodes() -> None:
     entry = "int unified_decode(const UnifiedAttnParams* params, void*) { return"
     table = "static const float TABLE[3] = {1.5f, 2.5f, 0.1f};\n"

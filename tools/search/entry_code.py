@@ -33,11 +33,13 @@ from tools.search.assembly import Undecided, Unit
 
 __all__ = ["ENTRIES", "Undecided", "fingerprints", "same"]
 
-FORMAT = 3  # of a fingerprint; part of its key
+FORMAT = 4  # of a fingerprint; part of its key
 ENTRIES = ("prefill", "extend", "decode")
 ALONE = 'extern "C" __attribute__((externally_visible)) decltype({name}) {name};\n'
-# Ways to compile host code: the second keeps fewer traces of what was simplified on the way.
+# Ways to compile host code: the second keeps fewer traces of what was simplified on the way. Functions that are not inlined
+# are not looked through for what they do: one that only prefetches would count as doing nothing, and vanish.
 WAYS = (("-fno-early-inlining",), ("-Os",))
+OPAQUE = ("-fno-ipa-pure-const", "-fno-ipa-modref")
 _REGISTRATION = re.compile(r"(_ZL\d+)?__sti____cudaRegisterAllv?")
 
 
@@ -92,7 +94,7 @@ def _compute(target: Target, built: Built, folder: Path) -> dict[str, list[str]]
         name = f"unified_{entry}"
         (folder / "alone.ii").write_text(f"{unit}\n{ALONE.format(name=name)}", encoding="utf-8", errors="surrogateescape")
         for way in WAYS:
-            alone = [*way, "-fPIC", "-fwhole-program", "-fno-section-anchors", "-g0", "-S", "-x", "c++-cpp-output"]
+            alone = [*way, *OPAQUE, "-fPIC", "-fwhole-program", "-fno-section-anchors", "-g0", "-S", "-x", "c++-cpp-output"]
             run([*program, *flags, *alone, "alone.ii", "-o", "alone.s"])
             code = Unit((folder / "alone.s").read_text(encoding="utf-8", errors="replace"))
             # What runs at load time runs before every entry point; not the list of kernels, which names those of others too.
