@@ -6,6 +6,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from ir_fixtures import copy, finished, folder, make, run, scripted  # noqa: F401
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from ir_tools import Scripted, action, edited, new_run, opportunity, scripted_report
+from ir_tools import scripted_report
 
 from tools.core.config import load_target
 from tools.core.errors import UserError
@@ -20,25 +20,6 @@ from tools.search.records import ROOT, RuleError
 from tools.search.run import Run
 
 Report = dict[str, Any]
-
-
-# ---------------------------------------------------------------- a run with one child
-
-
-@pytest.fixture
-def scripted() -> Scripted:
-    return Scripted()
-
-
-@pytest.fixture
-def run(tmp_path: Path, scripted: Scripted) -> Run:
-    """Root audited, one child that waits for its audit."""
-    made = new_run(tmp_path / "run")
-    with scripted.at_work():
-        made.audit(ROOT)
-        made.propose(opportunity())
-        made.act(action(), edited(made.source(ROOT), "child"), "cpp")
-    return made
 
 
 def sealed(report: Report) -> Report:

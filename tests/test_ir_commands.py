@@ -127,20 +127,6 @@ def test_a_run_by_its_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str
 # ---------------------------------------------------------------- bad input
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of a few attempts."""
-    folder = tmp_path_factory.mktemp("finished") / "run"
-    make_run(folder, 6)
-    return folder
-
-
-@pytest.fixture
-def copy(finished: Path, tmp_path: Path) -> Path:
-    shutil.copytree(finished, tmp_path / "run")
-    return tmp_path / "run"
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [

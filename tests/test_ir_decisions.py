@@ -2,26 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from ir_breaking import Make, child_of, maker, refused, templates
-from ir_tools import ROOT, action, decision, opportunity, unsynced
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return templates(tmp_path_factory.mktemp("templates"))
-
-
-@pytest.fixture
-def make(folder: Path, tmp_path: Path) -> Iterator[Make]:
-    """Nothing is synced."""
-    with unsynced():
-        yield maker(folder, tmp_path / "run")
-
+from ir_breaking import Make, child_of, refused
+from ir_tools import ROOT, action, decision, opportunity
 
 # ---------------------------------------------------------------- decisions
 

@@ -24,22 +24,6 @@ from tools.search.records import ROOT, RuleError
 from tools.search.run import Run
 
 
-@pytest.fixture
-def scripted() -> Scripted:
-    return Scripted()
-
-
-@pytest.fixture
-def run(tmp_path: Path, scripted: Scripted) -> Run:
-    """Root audited, one child that waits for its audit."""
-    made = new_run(tmp_path / "run")
-    with scripted.at_work():
-        made.audit(ROOT)
-        made.propose(opportunity())
-        made.act(action(), edited(made.source(ROOT), "child"), "cpp")
-    return made
-
-
 def come_back(run: Run, folder: Path, scripted: Scripted) -> dict[str, Any]:
     """The report of a job as another machine would write it, imported."""
     reports.write(folder / "report.json", scripted_report(run, "I0001", speeds={"I0001": 0.9}))

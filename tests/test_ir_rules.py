@@ -4,30 +4,16 @@ nothing is written. Those of decisions, stops and ablations: test_ir_decisions.p
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import ir_tools
 import pytest
-from ir_breaking import Make, child_of, maker, refused, templates
-from ir_tools import ROOT, Scripted, action, decision, opportunity, unsynced
+from ir_breaking import Make, child_of, refused
+from ir_tools import ROOT, Scripted, action, decision, opportunity
 
 from tools.core.errors import UserError
 from tools.search import bridge
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return templates(tmp_path_factory.mktemp("templates"))
-
-
-@pytest.fixture
-def make(folder: Path, tmp_path: Path) -> Iterator[Make]:
-    """Nothing is synced."""
-    with unsynced():
-        yield maker(folder, tmp_path / "run")
-
 
 # ---------------------------------------------------------------- the root
 

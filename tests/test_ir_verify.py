@@ -12,7 +12,7 @@ from unittest import mock
 
 import jsonschema
 import pytest
-from ir_tools import ROOT, Scripted, make_run, new_run, opportunity, started, unsynced
+from ir_tools import ROOT, Scripted, new_run, opportunity, started, unsynced
 
 from tools.core.errors import UserError
 from tools.core.files import canonical_json, sha256_bytes
@@ -23,20 +23,6 @@ from tools.search.schemas import schema
 from tools.search.verify import verify
 
 KINDS = ("opportunity", "implementation", "action", "audit", "lineage", "run")
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of a few attempts."""
-    folder = tmp_path_factory.mktemp("finished") / "run"
-    make_run(folder, 6)
-    return folder
-
-
-@pytest.fixture
-def copy(finished: Path, tmp_path: Path) -> Path:
-    shutil.copytree(finished, tmp_path / "run")
-    return tmp_path / "run"
 
 
 def rechained(folder: Path, change: Callable[[list[Any]], None]) -> None:
