@@ -16,10 +16,11 @@ import evaluator_tools
 import pytest
 
 from tools.core.errors import UserError
+from tools.core.files import REPO_ROOT
 from tools.evaluator import judge, report
 from tools.evaluator.judge import Options
 
-COMMAND = [sys.executable, "tools/evaluate.py", "--gpu", "cpu"]
+COMMAND = [sys.executable, str(REPO_ROOT / "tools" / "evaluate.py"), "--gpu", "cpu"]
 
 
 def quiet(stage: str, text: str) -> None:
@@ -404,6 +405,7 @@ def test_interrupt_leaves_an_incomplete_report_and_no_worker(repo: Path, tmp_pat
     assert rest.strip().splitlines()[-1] == "error: interrupted"
     got = report.read(path)
     assert got["status"] == "INCOMPLETE" and got["reason"] == "interrupted"
+    assert got["run"]["command"][0] == "tools/evaluate.py"  # not where this checkout lies
     cut = [check for check in got["correctness"]["checks"] if check["reason"] == "it was not finished"]
     passed = [check for check in got["correctness"]["checks"] if check["status"] == "passed"]
     assert len(passed) < len(judge.CHECKS) and len(cut) <= 1  # none where it came between two checks

@@ -23,7 +23,7 @@ from tools.evaluator.device import kernels_of
 from tools.evaluator.grids import cells
 from tools.evaluator.guards import Guards
 from tools.evaluator.inputs import KINDS, Draw
-from tools.evaluator.passes import Entry, Racer, allowance_ms, clock_problem
+from tools.evaluator.passes import Entry, Inputs, Racer, allowance_ms, clock_problem
 from tools.evaluator.protocol import Channel, ChannelClosed, ChannelGarbage, ChannelTimeout
 from tools.evaluator.runner import Runner, WorkerFailure
 from tools.evaluator.statistics import geometric_mean, median, median_interval
@@ -417,6 +417,28 @@ def test_times_that_are_none_are_rubbish(time: Any) -> None:
         talker.replay(1, 2)
     talker._reply = {"ok": True, "ms": [1.0, 2]}
     assert talker.replay(1, 2) == [1.0, 2.0]
+
+
+def test_sets_of_a_pass_lie_in_a_secret_order_and_are_known() -> None:
+    """Whatever the order and whichever sets are renewed, what a call should read is what it reads."""
+    workloads = {"heads_q": 2, "heads_kv": 1, "prefill": None, "update": None, "decode": {"batch": [1], "context": [8]}}
+    cell = cells(workloads, 0)[0]
+    arena = Arena("cpu", 1 << 24)
+    for off, ordered in ((frozenset[str](), False), (frozenset({"order"}), True)):
+        inputs = Inputs(arena, cell, (2, 1), 24, Draw(1, "order", "cpu"), Guards(off))
+        outputs = torch.zeros(24, 1, 2, 1, 128, dtype=torch.bfloat16)
+        calls = inputs.calls("decode", outputs)
+        places = [call.k.data_ptr() for call in calls]
+        assert len(set(places)) == 24 and (places == sorted(places)) is ordered
+        before = [call.k.clone() for call in calls]
+        inputs.renew(3, 7, calls[3].q)
+        assert [not torch.equal(old, call.k) for old, call in zip(before, calls, strict=True)] == [
+            3 <= i < 7 for i in range(24)
+        ]
+        for number, call in enumerate(calls):
+            known = inputs.true_call("decode", outputs, number)
+            assert torch.equal(known.k, call.k) and torch.equal(known.v, call.v)
+    arena.close()
 
 
 def test_the_schema_of_a_report_holds_its_example(repo: Path) -> None:

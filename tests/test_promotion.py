@@ -375,6 +375,14 @@ def track(small: None) -> Iterator[trials.Track]:
     made.close()
 
 
+def test_a_witness_that_died_is_started_again(track: trials.Track) -> None:
+    """One trial that ends it must not refuse all that follow."""
+    library = build(track.target).library
+    track._witness.kill()
+    found = track.trial(library, library)
+    assert found["refused"] is None and found["comparison"] is not None
+
+
 def test_a_slowed_source_has_the_same_bits_and_the_planted_gain_shows(track: trials.Track, tmp_path: Path) -> None:
     """Half of the time is planted, so that a busy machine cannot hide it; timed outputs are verified with the witness."""
     source = tmp_path / "slowed.cpp"
