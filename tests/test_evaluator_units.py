@@ -430,7 +430,7 @@ def test_sets_of_a_pass_lie_in_a_secret_order_and_are_known() -> None:
         calls = inputs.calls("decode", outputs)
         places = [call.k.data_ptr() for call in calls]
         assert len(set(places)) == 24 and (places == sorted(places)) is ordered
-        before = [call.k.clone() for call in calls]
+        before = [(call.k.clone(), call.v.clone()) for call in calls]
         inputs.renew(3, 7, calls[3].q)
         assert [not torch.equal(old, call.k) for old, call in zip(before, calls, strict=True)] == [
             3 <= i < 7 for i in range(24)
