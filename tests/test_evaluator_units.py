@@ -432,9 +432,8 @@ def test_sets_of_a_pass_lie_in_a_secret_order_and_are_known() -> None:
         assert len(set(places)) == 24 and (places == sorted(places)) is ordered
         before = [(call.k.clone(), call.v.clone()) for call in calls]
         inputs.renew(3, 7, calls[3].q)
-        assert [not torch.equal(old, call.k) for old, call in zip(before, calls, strict=True)] == [
-            3 <= i < 7 for i in range(24)
-        ]
+        kept = [torch.equal(k, c.k) and torch.equal(v, c.v) for (k, v), c in zip(before, calls, strict=True)]
+        assert kept == [not 3 <= number < 7 for number in range(24)]
         for number, call in enumerate(calls):
             known = inputs.true_call("decode", outputs, number)
             assert torch.equal(known.k, call.k) and torch.equal(known.v, call.v)
