@@ -179,6 +179,20 @@ def test_a_run_without_opportunities_acts_without(make: Make) -> None:
     assert run.state.stop_reason is None
 
 
+@pytest.mark.parametrize("ablations", [["numerics"], []])
+def test_risks_are_asked_for_unless_the_run_goes_without_them(make: Make, ablations: list[str]) -> None:
+    """Without them the context's template names none, and is taken as it is printed."""
+    agent = make(ablations=ablations)
+    run, fields = agent.run, action(opportunity=agent.run.propose(opportunity())["id"])
+    del fields["numerical_risks"]
+    if not ablations:
+        with refused("schema", run, "numerical_risks"):
+            run.act(fields, child_of(agent), "cpp")
+        return
+    _, made = run.act(fields, child_of(agent), "cpp")
+    assert set(made["numerical_risks"].values()) == {"none: not asked in this run"}
+
+
 def test_a_run_without_branches_goes_on_from_the_incumbent(make: Make) -> None:
     agent = make(ablations=["branches"])
     run = agent.run

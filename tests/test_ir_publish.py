@@ -117,6 +117,14 @@ def published(run: Run, tmp_path: Path) -> Path:
     return publish(run, "trial", tmp_path / "experimental")
 
 
+def test_a_run_whose_figures_are_not_its_reports_is_not_published(finished: Path, tmp_path: Path) -> None:
+    """Chain, hashes and rules hold, and the reports are no reports."""
+    assert verify(finished)["reports"] == 7
+    with pytest.raises(UserError, match="E0000: its report does not hold"):
+        publish(Run.open(finished), "made-up", tmp_path / "experimental")
+    assert not list((tmp_path / "experimental" / "cpu" / "search").iterdir())
+
+
 def test_a_published_run_is_the_run(run: Run, published: Path) -> None:
     assert published.parts[-3:] == ("cpu", "search", "trial")
     with packed.opened(published) as folder:
