@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from tools.core.config import load_target
 from tools.core.errors import UserError
 from tools.evaluator import counters, objective, oracle, report
 from tools.evaluator.arena import Arena, Mapping
@@ -27,7 +28,7 @@ from tools.evaluator.passes import Entry, Inputs, Racer, allowance_ms, clock_pro
 from tools.evaluator.protocol import Channel, ChannelClosed, ChannelGarbage, ChannelTimeout
 from tools.evaluator.runner import Runner, WorkerFailure
 from tools.evaluator.statistics import geometric_mean, median, median_interval
-from tools.evaluator.timing import Timer, floor_us
+from tools.evaluator.timing import EFFORTS, MOST_CALLS, Timer, floor_us, lengths_of
 
 # ---------------------------------------------------------------- statistics
 
@@ -259,6 +260,20 @@ def test_cells_and_floor() -> None:
     assert math.isclose(floor_us(decode, (32, 8), target, "cold"), (decode.input_bytes(32, 8) + 8192) / 1e6, rel_tol=1e-9)
     assert math.isclose(floor_us(decode, (32, 8), target, "hot"), decode.flop(32) / 1e9, rel_tol=1e-9)
     assert len(cells(workloads, 1)) == 3
+
+
+@pytest.mark.parametrize("name", ["h200", "cpu"])
+def test_a_pass_is_long_enough_and_its_inputs_exceed_the_cache_twice(name: str) -> None:
+    config = load_target(name).config
+    target, workloads = config["target"], config["workloads"]
+    heads, effort = (workloads["heads_q"], workloads["heads_kv"]), EFFORTS[target["device"], "full"]
+    for cell in cells(workloads):
+        calls, sets = lengths_of(cell, "cold", heads, target, effort, target["device"])
+        assert 2 * target["l2_bytes"] < sets * cell.input_bytes(*heads) and sets <= calls, cell.name
+        if target["device"] == "cuda":  # a shorter one was believed at three quarters of its time on the judge's clock
+            assert calls * floor_us(cell, heads, target, "cold") >= 3000 or calls >= MOST_CALLS, cell.name
+        hot, shared = lengths_of(cell, "hot", heads, target, effort, target["device"])
+        assert shared == 1 <= hot
 
 
 # ---------------------------------------------------------------- objective and promotion

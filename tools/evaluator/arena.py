@@ -125,6 +125,7 @@ class CudaChunk:
         return torch.as_tensor(_DeviceArray(self.address, self.nbytes), device="cuda")
 
 
+DTYPES = {"torch.bfloat16": "bf16", "torch.float32": "f32", "torch.int32": "i32", "torch.uint8": "u8"}
 CHUNKS: dict[str, Any] = {"cpu": CpuChunk, "cuda": CudaChunk}
 
 
@@ -241,13 +242,12 @@ class Arena:
         if tensor is None:
             return None
         address = tensor.data_ptr()
-        dtype = {"torch.bfloat16": "bf16", "torch.float32": "f32", "torch.int32": "i32", "torch.uint8": "u8"}[str(tensor.dtype)]
         for chunk in self._chunks:
-            if chunk.memory.address <= address < chunk.memory.address + chunk.memory.nbytes:
+            if 0 <= address - chunk.memory.address < chunk.memory.nbytes:
                 return {
                     "chunk": chunk.number,
                     "offset": address - chunk.memory.address,
-                    "dtype": dtype,
+                    "dtype": DTYPES[str(tensor.dtype)],
                     "shape": list(tensor.shape),
                     "stride": list(tensor.stride()),
                 }

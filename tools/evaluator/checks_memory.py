@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -74,9 +75,9 @@ def strides(ctx: Context) -> None:
                 out = ctx.tensor(2, heads_q, size - first + 2, 128, order=(0, 2, 1, 3))[:, :, 1:-1]
                 got = ctx.run(entry, q[:, :, first:], k, v, out=out, witness=False)
                 ctx.both_equal(got, expected, f"{entry}: output with rows before heads")
-                call = ctx.call(entry, q[:, :, first:], k, v, lse=False)
-                call.lse = ctx.arena.empty((2, heads_q + 1, size - first + 3), "f32")[:, 1:, 2:-1]
-                poison_(call.lse)
+                lse = ctx.arena.empty((2, heads_q + 1, size - first + 3), "f32")[:, 1:, 2:-1]
+                poison_(lse)
+                call = replace(ctx.call(entry, q[:, :, first:], k, v, lse=False), lse=lse)
                 ctx.candidate.run([call])
                 ctx.both_equal(ctx.taken(call), expected, f"{entry}: LSE in padded rows")
                 shared = [t[:, :1].expand(-1, heads_kv, -1, -1) for t in (k, v)]

@@ -193,7 +193,7 @@ class Judge:
     ) -> None:
         self.options, self.target, self.record, self.root_report = options, target, record, root
         self.seed = -1  # until the candidate is loaded
-        self.waited_s = 0.0  # for workers that are gone, and for compilers
+        self.waited_s = 0.0  # for workers that are gone, for compilers, and for the profiler of counters
         self.guards = Guards(options.guards_off)
         self._show = show
         config = target.config
@@ -516,7 +516,11 @@ class Judge:
             if "candidate" in racers
         }
         self._progress("hardware counters")
-        return counters.read(self.builds["candidate"].library, counters.chosen(self.cells), self.heads, seen)
+        start = time.monotonic()
+        try:
+            return counters.read(self.builds["candidate"].library, counters.chosen(self.cells), self.heads, seen)
+        finally:
+            self.waited_s += time.monotonic() - start
 
     def _verdict(self, first: list[dict[str, Any]]) -> None:
         self.record["timing"] = {

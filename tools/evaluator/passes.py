@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import random
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tools.evaluator.arena import Arena
@@ -211,18 +211,24 @@ class Passes:
         if self._witness is None:
             return
         with self._arena.scope():
-            parts: list[tuple[int, Call, Call, Take]] = []
             if everything:
-                for number in range(first, last):
-                    call = self.true_call(entry, number)
-                    parts.append((number, call, self._closed(call.entry, call.q, call.k, call.v), _whole))
-            else:
-                for _ in range(PARTS[self._arena.device]):
-                    number = SECRET.randrange(first, last)
-                    call = self.true_call(entry, number)
-                    part, take = part_of(call, SECRET, PART_FLOP[self._arena.device], self._closed)
-                    parts.append((number, call, part, take))
-            self._compare(entry, parts)
+                outputs = entry.outputs[first:last]
+                expected = self._arena.empty(tuple(outputs.shape), closed=True)
+                calls = [self.true_call(entry, number) for number in range(first, last)]
+                self._witnessed([replace(call, o=o) for call, o in zip(calls, expected, strict=True)])
+                entry.parts += last - first
+                self._compare(entry, first, outputs, expected)
+                return
+            parts: list[tuple[int, Call, Call, Take]] = []
+            for _ in range(PARTS[self._arena.device]):
+                number = SECRET.randrange(first, last)
+                call = self.true_call(entry, number)
+                part, take = part_of(call, SECRET, PART_FLOP[self._arena.device], self._closed)
+                parts.append((number, call, part, take))
+            self._witnessed([part for _, _, part, _ in parts])
+            for number, call, part, take in parts:
+                entry.parts += 1
+                self._compare(entry, number, take(call.o)[None], part.o[None])
 
     def true_call(self, entry: Entry, number: int) -> Call:
         return self._inputs.true_call(self._cell.entry, entry.outputs, number)
@@ -230,30 +236,29 @@ class Passes:
     def _closed(self, entry: str, q: Any, k: Any, v: Any, *, lse: bool = False, **options: Any) -> Call:
         return Call(entry, q, k, v, self._arena.empty(tuple(q.shape), closed=True), **options)
 
-    def _compare(self, entry: Entry, parts: list[tuple[int, Call, Call, Take]]) -> None:
+    def _witnessed(self, calls: list[Call]) -> None:
         assert self._witness is not None
         start = time.perf_counter()
-        taken = self._witness.run([part for _, _, part, _ in parts])
+        taken = self._witness.run(calls)
         self.requests_ms.append(1000 * (time.perf_counter() - start) - taken)
-        for number, call, part, take in parts:
-            entry.parts += 1
-            difference = words_differ(take(call.o), part.o)
-            if difference.differing:
-                self._differs(
-                    entry,
-                    f"output {number} of {len(entry.calls)} timed calls differs from the witness's in {difference.differing} "
-                    f"of {difference.words} words compared, first at {difference.first}",
-                )
+
+    def _compare(self, entry: Entry, first: int, outputs: Any, expected: Any) -> None:
+        """Outputs of calls from `first` on, [calls, ...], against the witness's."""
+        difference = words_differ(outputs, expected)
+        if difference.first is not None:
+            call, *where = difference.first["at"]
+            at = {**difference.first, "at": where}
+            self._differs(
+                entry,
+                f"output {first + call} of {len(entry.calls)} timed calls differs from the witness's; {difference.differing} "
+                f"of {difference.words} words compared differ, the first at {at}",
+            )
 
     def _differs(self, entry: Entry, what: str) -> None:
         text = f"{entry.racer.name}: {self._cell.name} {self._mode}: {what}"
         if entry.racer.name == "candidate":
             raise Mismatch(text)
         raise Refused(f"{text}; a root or incumbent must have the contract's bits")
-
-
-def _whole(tensor: Any) -> Any:
-    return tensor
 
 
 def high(values: list[float]) -> float:

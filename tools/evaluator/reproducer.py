@@ -120,7 +120,7 @@ def _difference(stage: Stage, words: Words, first: CallSpec, second: CallSpec, o
         values = fuzzer.fill(stage.arena, words)
         placed = [fuzzer.place(stage.arena, values, spec) for spec in (first, second)]
         stage.candidate.run([placed[0].call])
-        result = placed[0].call.o.clone(), None if placed[0].call.lse is None else placed[0].call.lse.clone()
+        call = placed[0].call
+        kept = replace(call, o=call.o.clone(), lse=None if call.lse is None else call.lse.clone())
         stage.witness.run([placed[1].call])
-        placed[0].call.o, placed[0].call.lse = result
-        return fuzzer.Comparison(placed[0], placed[1], words).difference(output)
+        return fuzzer.Comparison(replace(placed[0], call=kept), placed[1], words).difference(output)

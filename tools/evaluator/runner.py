@@ -32,6 +32,7 @@ PRIVATE_BYTES = 8 << 30  # of a confined CPU worker's own memory
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S, STOP_SOON_S = 10.0, 0.5e-3
 AWAKE_S = 0.02  # of processor time that a stopped worker may seem to use: a virtual machine booked 3 ms after the stop
+TENSORS = ("q", "k", "v", "o", "lse", "lengths", "cu_seqlens")  # of a call
 POISONS = (0xFF, 0x7F, 0xA5)  # bytes written over workspaces; 0xFF.. and 0x7F.. read as NaN in every float format
 
 
@@ -59,7 +60,7 @@ class Stop(Exception):
         self.status, self.reason = status, reason
 
 
-@dataclass
+@dataclass(frozen=True)
 class Call:
     """One attention call. q [B,Hq,Sq,128], k/v [B,Hkv,Skv,128], any strides; packed: [total,H,128]."""
 
@@ -75,6 +76,7 @@ class Call:
     num_sms: int = 0
     num_threads: int = 0
     extra: dict[str, Any] = field(default_factory=dict)
+    refs: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)  # of its tensors, once asked for
 
     def inputs(self) -> tuple[Any, ...]:
         """Everything that a call reads; None where it has no such input."""
@@ -294,10 +296,11 @@ class Runner:
 
     def _encode(self, call: Call) -> dict[str, Any]:
         ref = self._arena.ref
-        encoded = {name: ref(getattr(call, name)) for name in ("q", "k", "v", "o", "lse", "lengths", "cu_seqlens")}
+        if not call.refs:  # a call is captured for several routes, and once more for a larger workspace
+            call.refs.update({name: ref(getattr(call, name)) for name in TENSORS})
         return {
             "entry": call.entry,
-            **encoded,
+            **call.refs,
             "max_seqlen": call.max_seqlen,
             "workspace": ref(self._workspace),
             "num_sms": call.num_sms,

@@ -207,11 +207,10 @@ class Stage:
         for tensor in (o, lse):
             if tensor is not None:
                 poison_(tensor)
-        call = Call(scene.entry, scene.q, scene.k, scene.v, o, lse, self._ints(scene.lengths), self._ints(scene.starts))
-        if scene.starts is not None:
-            call.max_seqlen = max(b - a for a, b in itertools.pairwise(scene.starts))
-        call.num_sms, call.num_threads = scene.num_sms, scene.num_threads
-        return call
+        lengths, starts = self._ints(scene.lengths), self._ints(scene.starts)
+        longest = max((b - a for a, b in itertools.pairwise(scene.starts or ())), default=0)
+        inputs = scene.q, scene.k, scene.v
+        return Call(scene.entry, *inputs, o, lse, lengths, starts, longest, scene.num_sms, scene.num_threads)
 
     def answers(self, scenes: list[Scene]) -> list[Row]:
         """The candidate's words of each scene's row; all calls in one request. Raises WorkerFailure."""

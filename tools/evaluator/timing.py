@@ -78,6 +78,23 @@ def floor_us(cell: Cell, heads: tuple[int, int], target: dict[str, Any], mode: s
     return 1e6 * float(max(operations, moved / (target["peak_bandwidth_gbps"] * 1e9) if mode == "cold" else 0.0))
 
 
+def lengths_of(
+    cell: Cell, mode: str, heads: tuple[int, int], target: dict[str, Any], effort: Effort, device: str
+) -> tuple[int, int]:
+    """How many calls one pass has, and how many sets of inputs they go through in turn.
+
+    Cold sets exceed the cache twice. On CUDA devices, where a pass is timed as a whole, it lasts burst_us at least: in a
+    shorter one the cost of the request, of which the judge's clock cannot know the worker's share, would weigh.
+    """
+    each = cell.input_bytes(*heads)
+    cold = 2 * int(target["l2_bytes"]) // each + 1
+    long = min(MOST_CALLS, math.ceil(effort.burst_us / floor_us(cell, heads, target, "cold")))
+    if mode == "hot":
+        return (min(cold, HOT_CALLS) if device == "cpu" else max(1, long)), 1
+    sets = max(cold, min(long, effort.input_bytes // each))
+    return max(sets, long), sets
+
+
 def machine_section(target: Target, gpu: dict[str, Any] | None) -> dict[str, Any]:
     """l2_bytes and peaks of the machine at hand, for floors and cold inputs.
 
@@ -121,15 +138,6 @@ class Timer:
         self._quiet = open_quiet(arena, int(target["l2_bytes"]))
 
     # ------------------------------------------------------------ inputs
-
-    def calls_of(self, cell: Cell, mode: str) -> int:
-        """How many calls one pass has."""
-        each = cell.input_bytes(*self._heads)
-        cold = 2 * int(self._target["l2_bytes"]) // each + 1
-        long = min(MOST_CALLS, math.ceil(self._effort.burst_us / floor_us(cell, self._heads, self._target, "cold")))
-        if mode == "hot":
-            return min(cold, HOT_CALLS) if self.device == "cpu" else max(1, long)
-        return max(cold, min(long, self._effort.input_bytes // each))
 
     def sets(self, cell: Cell, sets: int, draw: Draw, layout: str, *, closed: bool = True) -> list[tuple[Any, Any, Any]]:
         """`sets` sets of q, k, v [B,H,S,128] in the storage order that a baseline wants."""
@@ -182,8 +190,9 @@ class Timer:
         raise AssertionError
 
     def _mode(self, cell: Cell, mode: str, racers: list[Racer]) -> dict[str, Any]:
-        count = self.calls_of(cell, mode)
-        count_sets = count if mode == "cold" and self._guards.on("cold") else 1
+        count, count_sets = lengths_of(cell, mode, self._heads, self._target, self._effort, self.device)
+        if not self._guards.on("cold"):
+            count_sets = 1
         draw = Draw(self._seed, f"timing:{cell.name}:{mode}", self._arena.device)
         inputs = Inputs(self._arena, cell, self._heads, count_sets, draw, self._guards)
         passes = Passes(self._arena, cell, mode, inputs, self._witness, self._quiet, self._guards)
