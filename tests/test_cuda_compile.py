@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from tools.core.config import load_target, target_names
+from tools.core.config import EXPERIMENTAL, Target, load_target
 from tools.core.errors import UserError
 from tools.loader.build import build
 from tools.loader.toolchain import find_nvcc
 
-CUDA_TARGETS = [name for name in target_names() if load_target(name).config["build"]["compiler"] == "nvcc"]
+# Every config of a target: its own, and those of kernels that are not selected yet.
+CONFIGS = {str(path.relative_to(EXPERIMENTAL)): load_target(config=path) for path in sorted(EXPERIMENTAL.glob("*/*.yaml"))}
+CUDA = {name: target for name, target in CONFIGS.items() if target.config["build"]["compiler"] == "nvcc"}
 
 
 def has_nvcc() -> bool:
@@ -27,16 +29,16 @@ needs_nvcc = pytest.mark.skipif(not has_nvcc(), reason="no nvcc on this machine"
 
 
 def test_every_cuda_source_belongs_to_a_target(repo: Path) -> None:
-    used = {load_target(name).source(role).resolve() for name in CUDA_TARGETS for role in ("kernel", "witness")}
+    used = {target.source(role).resolve() for target in CUDA.values() for role in ("kernel", "witness")}
     there = {path.resolve() for path in (repo / "experimental").rglob("*.cu") if "search" not in path.parts}
     assert there == used
 
 
 @needs_nvcc
 @pytest.mark.parametrize("role", ["kernel", "witness"])
-@pytest.mark.parametrize("name", CUDA_TARGETS)
-def test_compiles_without_spills_or_local_memory(name: str, role: str) -> None:
-    resources = build(load_target(name), role=role).resources
+@pytest.mark.parametrize("target", CUDA.values(), ids=CUDA)
+def test_compiles_without_spills_or_local_memory(target: Target, role: str) -> None:
+    resources = build(target, role=role).resources
     assert resources, "ptxas reported no kernel"
     for use in resources:
         assert use["spill_store_bytes"] == use["spill_load_bytes"] == use["stack_bytes"] == 0, use

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tools.core.config import load_target, target_names
+from tools.core.config import EXPERIMENTAL, load_target, target_names
 from tools.core.errors import CommandParser, UserError, run_command
 from tools.core.hashes import update_hashes
 from tools.loader.build import build, print_built
@@ -48,8 +48,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--update-hashes", action="store_true", help="refresh the sha256 entries of configs and stop")
     args = parser.parse_args(arguments)
     if args.update_hashes:
-        for name in [args.gpu] if args.gpu else target_names():
-            for line in update_hashes(load_target(name)):
+        everywhere = sorted(EXPERIMENTAL.glob(f"{args.gpu or '*'}/*.yaml"))
+        for path in [args.config] if args.config else everywhere:
+            for line in update_hashes(load_target(args.gpu, path)):
                 print(line)
         return 0
     if args.gpu is None and args.config is None:

@@ -1,0 +1,1038 @@
+// Unified attention for Hopper, bf16, causal, GQA, head dim 128: TMA and WGMMA for full sequences and extend, clusters with
+// one launch for decode. Its arithmetic is fa3_numerics.cuh and wgmma_numerics.cuh, its witness portable_attn.cu.
+#include <cuda_bf16.h>
+#include <cuda_runtime.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <type_traits>
+
+#include "attn_abi.h"
+#include "fa3_numerics.cuh"
+#include "hopper_tiles.cuh"
+#include "portable_tiles.cuh"
+#include "wgmma_numerics.cuh"
+
+// Full sequences and extend: persistent CTAs of one producer warp group and two consumer warp groups of 64 query rows.
+namespace {
+
+constexpr int BLOCK_M = 128, WG_ROWS = 64, WG_THREADS = 128;
+constexpr int PREFILL_THREADS = 3 * WG_THREADS;
+constexpr int STAGES = 2;
+constexpr int HALF_COLUMNS = 64;                          // of a swizzled row
+constexpr int Q_HALF_BYTES = WG_ROWS * HALF_COLUMNS * 2;  // 8 KiB
+constexpr int KV_HALF_BYTES = BLOCK_N * HALF_COLUMNS * 2;
+constexpr int KEY_SLICES_N = BLOCK_N / 16;
+
+struct PrefillShared {
+  alignas(1024) uint8_t sQ[2][2][Q_HALF_BYTES];  // consumer, half
+  alignas(1024) uint8_t sK[STAGES][2][KV_HALF_BYTES];
+  alignas(1024) uint8_t sV[STAGES][2][KV_HALF_BYTES];
+  alignas(128) uint8_t sO[8][16 * HEAD_DIM * 2];         // a consumer warp's 16 rows
+  alignas(8) uint64_t query_ring[2][2], key_ring[2 * STAGES], value_ring[2 * STAGES];
+};
+
+struct PrefillSchedule {
+  int64_t blocks, kv_heads, section, items;
+  bool mapped;  // TMA knows the strides
+};
+struct Item {
+  int64_t block, batch, head_q, head_kv;
+};
+// Item `index` of the list with the longest blocks first, section by section.
+__device__ __forceinline__ Item item_of(const UnifiedAttnParams& p, const PrefillSchedule& s, int64_t index) {
+  const int64_t group = p.heads_q / p.heads_kv;
+  const int64_t per_section = s.section * group * s.blocks;
+  const int64_t section = index / per_section, rest = index - section * per_section;
+  const int64_t left = s.kv_heads - section * s.section;
+  const int64_t heads = (left < s.section ? left : s.section) * group;
+  const int64_t head = rest % heads, kv = section * s.section + head / group, head_kv = kv % p.heads_kv;
+  return {s.blocks - 1 - rest / heads, kv / p.heads_kv, head_kv * group + head % group, head_kv};
+}
+// The list is dealt to the CTAs back and forth, so that who gets the longest of one round gets the shortest of the next.
+__device__ __forceinline__ int64_t dealt(int64_t round) {
+  const int64_t place = round & 1 ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
+  return round * gridDim.x + place;
+}
+
+// What an item needs of K and V. Query i of the sequence sees keys 0 .. before + i.
+struct Span {
+  Sequence seq;
+  int64_t first_row, before;
+  int tiles;   // all that some row of the block sees
+  int masked;  // of these, from the last one down, those that some row of the block sees in part
+};
+__device__ __forceinline__ Span span_of(const UnifiedAttnParams& p, const Item& item) {
+  Span s;
+  s.seq = sequence_of(p, item.batch);
+  s.first_row = item.block * BLOCK_M;
+  s.before = s.seq.keys - s.seq.queries;
+  const int64_t end = s.first_row + BLOCK_M < s.seq.queries ? s.first_row + BLOCK_M : s.seq.queries;
+  const int64_t visible = s.first_row < s.seq.queries ? s.before + end : 0;
+  s.tiles = visible <= 0 ? 0 : static_cast<int>((visible + BLOCK_N - 1) / BLOCK_N);
+  const int64_t seen_by_all = s.before + s.first_row + 1;
+  const int whole = seen_by_all <= 0 ? 0 : static_cast<int>(seen_by_all / BLOCK_N);
+  s.masked = s.tiles > whole ? s.tiles - whole : 0;
+  return s;
+}
+
+__device__ __forceinline__ void scores(float (&s)[64], uint64_t q, uint64_t k) {
+#pragma unroll
+  for (int d = 0; d < 8; ++d) {
+    const uint64_t a = q + d / 4 * (Q_HALF_BYTES >> 4) + d % 4 * 2, b = k + d / 4 * (KV_HALF_BYTES >> 4) + d % 4 * 2;
+    if (d == 0)
+      numerics::wgmma_rows<false>(s, a, b);
+    else
+      numerics::wgmma_rows<true>(s, a, b);
+  }
+}
+__device__ __forceinline__ void weighted_values(float (&o)[64], const uint32_t (&p)[KEY_SLICES_N][4], uint64_t v) {
+#pragma unroll
+  for (int n = 0; n < KEY_SLICES_N; ++n) numerics::wgmma_columns(o, p[n], v + n * (16 * HALF_COLUMNS * 2 >> 4));
+}
+
+// A thread's two rows (lane / 4 and 8 below) of one warp's 16.
+struct RowState {
+  float m[2] = {MINUS_INFINITY, MINUS_INFINITY}, l[2] = {0.f, 0.f}, alpha[2], h[2];
+};
+__device__ __forceinline__ void row_maximum(int r, const float (&s)[64], RowState& row) {
+  float top = numerics::maximum(s[2 * r], s[2 * r + 1]);
+#pragma unroll
+  for (int n = 1; n < 16; ++n) top = numerics::maximum(top, numerics::maximum(s[4 * n + 2 * r], s[4 * n + 2 * r + 1]));
+  const float m = numerics::maximum(row.m[r], numerics::quad_maximum(top)), f = numerics::frame(m);
+  row.h[r] = numerics::scaled(f);
+  row.alpha[r] = numerics::rescale(row.m[r], f);
+  row.m[r] = m;
+}
+__device__ __forceinline__ void row_weights(int r, float (&s)[64], RowState& row) {
+#pragma unroll
+  for (int n = 0; n < 16; ++n)
+#pragma unroll
+    for (int e = 4 * n + 2 * r; e < 4 * n + 2 * r + 2; ++e) s[e] = numerics::probability(s[e], row.h[r]);
+}
+__device__ __forceinline__ void row_sum(int r, const float (&s)[64], RowState& row) {
+  row.l[r] = numerics::sum_first(row.l[r], row.alpha[r], s[2 * r]);
+  row.l[r] = numerics::sum_next(row.l[r], s[2 * r + 1]);
+#pragma unroll
+  for (int n = 1; n < 16; ++n)
+    row.l[r] = numerics::sum_next(numerics::sum_next(row.l[r], s[4 * n + 2 * r]), s[4 * n + 2 * r + 1]);
+}
+__device__ __forceinline__ void round_weights(const float (&s)[64], uint32_t (&p)[KEY_SLICES_N][4]) {
+#pragma unroll
+  for (int i = 0; i < 32; ++i) p[i / 4][i % 4] = numerics::pack_bf16(s[2 * i], s[2 * i + 1]);
+}
+__device__ __forceinline__ void rescale_output(float (&o)[64], const RowState& row) {
+#pragma unroll
+  for (int i = 0; i < 64; ++i) o[i] = numerics::multiply(o[i], row.alpha[i / 2 % 2]);
+}
+// visible: keys of the tile that the thread's first row sees; its second sees eight more.
+__device__ __forceinline__ void mask_scores(float (&s)[64], int64_t visible, int lane) {
+  const int64_t left = visible - 2 * (lane % 4);
+#pragma unroll
+  for (int i = 0; i < 64; ++i)
+    if (i / 4 * 8 + i % 2 >= left + i / 2 % 2 * 8) s[i] = MINUS_INFINITY;
+}
+
+// The rows of one box of a tensor map [batch, heads, rows, 128] to shared memory, in two halves of 64 dims.
+template <int ROWS>
+struct Box {
+  uint8_t (&to)[2][ROWS * HALF_COLUMNS * 2];
+  uint32_t barrier;
+  // By TMA, from one lane. Rows past the tensor's end become zero.
+  __device__ void load(const CUtensorMap& map, int64_t row, int64_t head, int64_t batch) const {
+    barrier_arrive_expect(barrier, sizeof(to));
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      tma_load(shared_address(to[half]), &map, half * HALF_COLUMNS, static_cast<int>(row), static_cast<int>(head),
+               static_cast<int>(batch), barrier);
+  }
+  // By a warp's own loads: rows past `left` become zero and are not read.
+  __device__ void copy(const bf16* from, int64_t stride, int64_t left, int lane) const {
+#pragma unroll 1
+    for (int i = lane; i < ROWS * (HEAD_DIM / CHUNK); i += 32) {
+      const int row = i / (HEAD_DIM / CHUNK), chunk = i % (HEAD_DIM / CHUNK);
+      uint4 x = {0, 0, 0, 0};
+      if (row < left) x = *reinterpret_cast<const uint4*>(from + row * stride + chunk * CHUNK);
+      *reinterpret_cast<uint4*>(to[chunk / 8] + row * (HALF_COLUMNS * 2) + ((chunk % 8) ^ (row % 8)) * 16) = x;
+    }
+    fence_async_proxy();
+    __syncwarp();
+    if (lane == 0) barrier_arrive(barrier);
+  }
+};
+
+// Divides a warp's 16 rows by their sums and writes them and their log-sum-exp.
+__device__ __forceinline__ void finish(const UnifiedAttnParams& p, const Item& item, const Span& span, int64_t warp_row,
+                                       const RowState& row, const float (&o)[64], uint8_t (&staging)[16 * HEAD_DIM * 2],
+                                       int lane) {
+  float inverse[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const float sum = numerics::quad_sum(row.l[r]);
+    inverse[r] = numerics::inverse(sum);
+    const int64_t i = warp_row + lane / 4 + 8 * r;
+    if (p.lse && lane % 4 == 0 && i < span.seq.queries)
+      p.lse[span.seq.batch * p.lse_stride[0] + item.head_q * p.lse_stride[1] + span.seq.first_row + i] =
+          numerics::log_sum_exp(row.m[r], sum);
+  }
+  const int staged = lane / 8 % 2 * 8 + lane % 8;
+#pragma unroll
+  for (int n = 0; n < 16; n += 2) {
+    uint32_t x[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      x[i] = numerics::pack_bf16(numerics::multiply(o[4 * n + 2 * i], inverse[i % 2]),
+                                 numerics::multiply(o[4 * n + 2 * i + 1], inverse[i % 2]));
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(shared_address(staging) + staged * 256 +
+                                                                                       ((n + lane / 16) ^ (staged & 7)) * 16),
+                 "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
+                 : "memory");
+  }
+  __syncwarp();
+  bf16* out = static_cast<bf16*>(p.o) + element_offset(p.o_stride, span.seq, item.head_q);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const int r = 2 * i + lane / 16, chunk = lane % 16;
+    const uint4 x = *reinterpret_cast<const uint4*>(staging + r * 256 + (chunk ^ (r & 7)) * 16);
+    if (warp_row + r < span.seq.queries) reinterpret_cast<uint4*>(out + (warp_row + r) * p.o_stride[2])[chunk] = x;
+  }
+  __syncwarp();
+}
+
+__global__ void __launch_bounds__(PREFILL_THREADS, 1)
+    prefill_kernel(const __grid_constant__ CUtensorMap map_q, const __grid_constant__ CUtensorMap map_k,
+                   const __grid_constant__ CUtensorMap map_v, const UnifiedAttnParams p, const PrefillSchedule schedule) {
+  extern __shared__ __align__(1024) uint8_t shared_bytes[];
+  PrefillShared& shared = *reinterpret_cast<PrefillShared*>(shared_bytes);
+  const int group = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / WG_THREADS, 0), lane = threadIdx.x % 32;
+  Ring<STAGES> keys(shared_address(shared.key_ring)), values(shared_address(shared.value_ring));
+  if (threadIdx.x == 0) {
+    keys.init(8);  // a lane of each consumer warp
+    values.init(8);
+    for (int w = 0; w < 2; ++w) Ring<1>(shared_address(shared.query_ring[w])).init(4);
+    barrier_fence_init();
+  }
+  __syncthreads();
+
+  if (group == 0) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+    if (threadIdx.x >= 32) return;
+    Ring<1> queries[2] = {Ring<1>(shared_address(shared.query_ring[0])), Ring<1>(shared_address(shared.query_ring[1]))};
+    for (int64_t round = 0, index; (index = dealt(round)) < schedule.items; ++round) {
+      const Item item = item_of(p, schedule, index);
+      const Span span = span_of(p, item);
+      if (span.tiles == 0) continue;
+      const Sequence& seq = span.seq;
+      // A box that a sequence fills in part is copied by hand where memory behind the sequence may not be read, or holds
+      // anything: 0 x NaN in P V.
+      auto fetch = [&](auto box, const CUtensorMap& map, const void* base, const int64_t (&stride)[3], int64_t head,
+                       int64_t row, int64_t left, bool filled) {
+        if (schedule.mapped && (filled || left >= static_cast<int64_t>(sizeof(box.to) / (HEAD_DIM * 2)))) {
+          if (lane == 0) box.load(map, seq.first_row + row, head, seq.batch);
+        } else {
+          box.copy(static_cast<const bf16*>(base) + element_offset(stride, seq, head) + row * stride[2], stride[2], left, lane);
+        }
+      };
+      auto load_keys = [&](int number) {
+        keys.wait_empty();
+        const int64_t row = static_cast<int64_t>(number) * BLOCK_N;
+        fetch(Box<BLOCK_N>{shared.sK[keys.stage()], keys.full()}, map_k, p.k, p.k_stride, item.head_kv, row, seq.keys - row,
+              !p.cu_seqlens);
+        ++keys.turn;
+      };
+      auto load_values = [&](int number) {
+        values.wait_empty();
+        const int64_t row = static_cast<int64_t>(number) * BLOCK_N;
+        fetch(Box<BLOCK_N>{shared.sV[values.stage()], values.full()}, map_v, p.v, p.v_stride, item.head_kv, row, seq.keys - row,
+              !p.cu_seqlens && !p.lengths);
+        ++values.turn;
+      };
+      load_keys(span.tiles - 1);
+      for (int w = 0; w < 2; ++w) {
+        queries[w].wait_empty();
+        const int64_t row = span.first_row + w * WG_ROWS;
+        fetch(Box<WG_ROWS>{shared.sQ[w], queries[w].full()}, map_q, p.q, p.q_stride, item.head_q, row, seq.queries - row,
+              !p.cu_seqlens);
+        ++queries[w].turn;
+      }
+      for (int number = span.tiles - 1; number > 0; --number) {
+        load_keys(number - 1);
+        load_values(number);
+      }
+      load_values(0);
+    }
+    return;
+  }
+
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+  const int consumer = group - 1, warp = static_cast<int>(threadIdx.x) / 32 % 4;
+  Ring<1> query(shared_address(shared.query_ring[consumer]));
+  const uint64_t q = descriptor(BY_ROWS, shared_address(shared.sQ[consumer])),
+                 k0 = descriptor(BY_ROWS, shared_address(shared.sK)), v0 = descriptor(BY_COLUMNS, shared_address(shared.sV));
+  auto k = [&] { return k0 + keys.stage() * (2 * KV_HALF_BYTES >> 4); };
+  auto v = [&] { return v0 + values.stage() * (2 * KV_HALF_BYTES >> 4); };
+  auto release = [&](auto& ring) {
+    if (lane == 0) barrier_arrive(ring.empty());
+    ++ring.turn;
+  };
+  uint8_t (&staging)[16 * HEAD_DIM * 2] = shared.sO[consumer * 4 + warp];
+  // The consumers take turns at issuing products, so that one multiplies while the other exponentiates.
+  const int own_turn = 1 + consumer, other_turn = 2 - consumer;
+  if (consumer == 1) named_arrive(1, 2 * WG_THREADS);
+
+  for (int64_t round = 0, index; (index = dealt(round)) < schedule.items; ++round) {
+    const Item item = item_of(p, schedule, index);
+    const Span span = span_of(p, item);
+    const int64_t warp_row = span.first_row + consumer * WG_ROWS + warp * 16;
+    const int64_t seen = span.before + warp_row + lane / 4 + 1;  // keys that the thread's first row sees
+    float o[64] = {};
+    RowState row;
+    uint32_t weights[KEY_SLICES_N][4];
+    if (span.tiles > 0) {
+      query.wait_full();
+      {
+        float s[64];
+        keys.wait_full();
+        wgmma_fence();
+        scores(s, q, k());
+        wgmma_commit();
+        wgmma_wait<0>();
+        written_here(s);
+        release(keys);
+        const int tile = span.tiles - 1;
+        if (span.masked > 0) mask_scores(s, seen - static_cast<int64_t>(tile) * BLOCK_N, lane);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          row_maximum(r, s, row);
+          row_weights(r, s, row);
+          row_sum(r, s, row);
+        }
+        round_weights(s, weights);
+      }
+      // Scores of a tile, then P V of the tile before it; maxima are taken while that runs.
+      auto step = [&](auto masked, int tile) {
+        float s[64];
+        keys.wait_full();
+        named_sync(own_turn, 2 * WG_THREADS);
+        wgmma_fence();
+        scores(s, q, k());
+        wgmma_commit();
+        values.wait_full();
+        wgmma_fence();
+        weighted_values(o, weights, v());
+        wgmma_commit();
+        named_arrive(other_turn, 2 * WG_THREADS);
+        wgmma_wait<1>();
+        written_here(s);
+        release(keys);
+        if (decltype(masked)::value) mask_scores(s, seen - static_cast<int64_t>(tile) * BLOCK_N, lane);
+        row_maximum(0, s, row);
+        row_maximum(1, s, row);
+        wgmma_wait<0>();
+        written_here(o);
+        release(values);
+        row_weights(0, s, row);
+        row_weights(1, s, row);
+        row_sum(0, s, row);
+        row_sum(1, s, row);
+        rescale_output(o, row);
+        round_weights(s, weights);
+      };
+      int tile = span.tiles - 2;
+      const int whole = span.tiles - span.masked;
+#pragma unroll 1
+      for (; tile >= whole && tile >= 0; --tile) step(std::true_type{}, tile);
+#pragma unroll 1
+      for (; tile >= 0; --tile) step(std::false_type{}, tile);
+      release(query);
+      values.wait_full();
+      wgmma_fence();
+      weighted_values(o, weights, v());
+      wgmma_commit();
+      wgmma_wait<0>();
+      written_here(o);
+      release(values);
+    }
+    finish(p, item, span, warp_row, row, o, staging, lane);
+  }
+}
+
+// -------------------------------------------------------------------------------------------------- one-token decode
+// A cluster of G CTAs shares one sequence and KV head; its query heads are the columns of the products. Step i of the chain
+// is tile `tiles - 1 - i`. In a round of G steps each CTA scores one tile for all: it pushes the tile's maxima to every
+// CTA, each CTA derives the running maxima and rescales of the whole round for itself, and bf16 P of the tile goes to every
+// CTA while its fp32 p go to the CTA that sums that head's row. Every CTA adds P V of all tiles for its 128 / G output dims:
+// the only sequential part. Messages are st.async stores that complete transactions of the receiver's barriers.
+//
+// A slot holds what a round exchanges. Only who has freed its own slot of a round pushes maxima into the others', and nobody
+// sends P before it has the maxima of all: so maxima also say that a slot is free, and are sent by CTAs without a tile too.
+template <int G, int HEADS>
+struct DecodeTraits {
+  static constexpr int DIMS = HEAD_DIM / G;                       // output dims of a CTA
+  static constexpr int BOX_DIMS = DIMS < 64 ? DIMS : 64;          // of a swizzled row
+  static constexpr int BOXES = DIMS / BOX_DIMS;
+  static constexpr int BOX_BYTES = BLOCK_N * BOX_DIMS * 2;
+  static constexpr int VALUE_BYTES = BOXES * BOX_BYTES;
+  static constexpr int HALVES = HEADS > 8 ? 2 : 1;                // n8 blocks of heads
+  static constexpr int COPIES = HEADS < 8 ? 8 / HEADS : 1;        // lanes that hold the same head's scores
+  static constexpr int FRAGMENT_LANES = (HEADS < 8 ? HEADS : 8) * 4;
+  static constexpr int SUM_HEADS = HEADS > G ? HEADS / G : 1;     // rows that a CTA sums
+  static constexpr int SUM_RANKS = HEADS / SUM_HEADS;
+  static constexpr int SETS = 2, SET_WARPS = 4;                   // score warps: a set takes every other round
+  static constexpr int VALUE_WARPS = DIMS / 16;
+  static constexpr int SUM_WARPS = SUM_HEADS * 4 > 32 ? 2 : 1;
+  static constexpr bool AHEAD = G >= 4 && HEADS <= 8;  // operands of the next tile are loaded during a tile's products
+  static constexpr int VALUE_FIRST = SETS * SET_WARPS, MAXIMUM = VALUE_FIRST + VALUE_WARPS, SUM_FIRST = MAXIMUM + 1,
+                       LOAD_KEYS = SUM_FIRST + SUM_WARPS, LOAD_VALUES = LOAD_KEYS + 1, WARPS = LOAD_VALUES + 1;
+  static constexpr int THREADS = 32 * WARPS;
+  static constexpr int KEY_STAGES = SETS;  // a set sees every phase of its stage
+  static constexpr int SLOTS = HEADS > 8 && G > 2 ? SETS : 2 * SETS;
+  static constexpr int CHAIN = BLOCK_N / 4, CHAIN_STRIDE = CHAIN + 4;  // floats; 16-byte reads of chains in different banks
+  struct Slot {
+    uint32_t weights[G][HALVES][KEY_SLICES_N / 2][FRAGMENT_LANES][4];  // bf16 P of two k16 slices as B fragments
+    float chains[G][SUM_HEADS * 4][CHAIN_STRIDE];  // fp32 p of a row's quad lane, ascending columns
+    float tops[G][SET_WARPS][HEADS];  // maxima of 32 keys
+    float maximum[G][HEADS], alpha[G][HEADS];  // running maximum and rescale of each tile
+  };
+  static constexpr size_t LIMIT = 227 << 10, FIXED = KEY_STAGES * KV_HALF_BYTES * 2 + SLOTS * sizeof(Slot) + 4096;
+  static constexpr int FITTING = static_cast<int>((LIMIT - FIXED) / VALUE_BYTES);
+  static constexpr int VALUE_STAGES = FITTING < 24 ? FITTING : 24;
+  struct Shared {
+    alignas(1024) uint8_t sK[KEY_STAGES][2][KV_HALF_BYTES];
+    alignas(1024) uint8_t sV[VALUE_STAGES][BOXES][BOX_BYTES];
+    alignas(16) Slot slots[SLOTS];
+    alignas(16) float sums[HEADS];
+    alignas(8) uint64_t keys_full[KEY_STAGES], keys_empty[KEY_STAGES], values_full[VALUE_STAGES], values_empty[VALUE_STAGES];
+    uint64_t tops_full[SLOTS], ready[SLOTS], weights_full[SLOTS][G], chains_full[SLOTS], empty[SLOTS], sums_full;
+  };
+  static_assert(VALUE_STAGES >= 2 && sizeof(Shared) <= LIMIT);
+};
+
+// Chunk `chunk` of a row in a box whose rows are swizzled over WIDTH bytes.
+template <int WIDTH>
+__device__ __forceinline__ int swizzled(int row, int chunk) {
+  constexpr int SPAN = WIDTH / 16;  // 8, 4 or 2 chunks
+  return row * WIDTH + ((chunk ^ (row / (8 / SPAN) % SPAN)) * 16);
+}
+__device__ __forceinline__ bool barrier_test(uint32_t barrier, uint32_t parity) {
+  uint32_t done;
+  asm volatile("{\n.reg .pred p;\nmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+               : "=r"(done)
+               : "r"(barrier), "r"(parity)
+               : "memory");
+  return done;
+}
+__device__ __forceinline__ uint32_t peer_address(uint32_t address, int rank) {
+  uint32_t there;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+  return there;
+}
+// Messages between the CTAs of a cluster: stores that complete transactions of the receiver's barrier. A CTA by itself
+// stores and arrives, a lane of each sending warp.
+template <int G>
+struct Messages {
+  static __device__ constexpr int arrivals(int sending_warps) { return G == 1 ? sending_warps : 1; }
+  static __device__ __forceinline__ void expect(uint32_t barrier, int bytes) {
+    if constexpr (G > 1) barrier_arrive_expect(barrier, bytes);
+  }
+  static __device__ __forceinline__ void send(uint32_t to, int peer, uint4 x, uint32_t barrier) {
+    if constexpr (G == 1)
+      asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
+    else
+      asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1,%2,%3,%4}, [%5];" ::"r"(
+                       peer_address(to, peer)),
+                   "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w), "r"(peer_address(barrier, peer))
+                   : "memory");
+  }
+  static __device__ __forceinline__ void send(uint32_t to, int peer, float x, uint32_t barrier) {
+    if constexpr (G == 1)
+      asm volatile("st.shared.f32 [%0], %1;" ::"r"(to), "f"(x) : "memory");
+    else
+      asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(peer_address(to, peer)),
+                   "f"(x), "r"(peer_address(barrier, peer))
+                   : "memory");
+  }
+  static __device__ __forceinline__ void sent(uint32_t barrier, int lane) {
+    if constexpr (G == 1) {
+      __syncwarp();
+      if (lane == 0) barrier_arrive(barrier);
+    }
+  }
+};
+
+template <int G, int HEADS>
+__global__ void __launch_bounds__(DecodeTraits<G, HEADS>::THREADS, 1)
+    decode_kernel(const __grid_constant__ CUtensorMap map_k, const __grid_constant__ CUtensorMap map_v,
+                  const UnifiedAttnParams p, const bool mapped) {
+  using T = DecodeTraits<G, HEADS>;
+  using M = Messages<G>;
+  extern __shared__ __align__(1024) uint8_t shared_bytes[];
+  auto& shared = *reinterpret_cast<typename T::Shared*>(shared_bytes);
+  const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0), lane = threadIdx.x % 32;
+  const int rank = static_cast<int>(blockIdx.x) % G;
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  if (threadIdx.x == 0) {
+    auto init = [](uint64_t& barrier, int arrivals) { barrier_init(shared_address(&barrier), arrivals); };
+    for (int i = 0; i < T::KEY_STAGES; ++i) {
+      init(shared.keys_full[i], 1);
+      init(shared.keys_empty[i], T::SET_WARPS);
+    }
+    for (int i = 0; i < T::VALUE_STAGES; ++i) {
+      init(shared.values_full[i], 1);
+      init(shared.values_empty[i], T::VALUE_WARPS);
+    }
+    for (int i = 0; i < T::SLOTS; ++i) {
+      init(shared.tops_full[i], M::arrivals(T::SET_WARPS));
+      init(shared.ready[i], 1);
+      for (int t = 0; t < G; ++t) init(shared.weights_full[i][t], M::arrivals(T::SET_WARPS));
+      init(shared.chains_full[i], M::arrivals(T::SET_WARPS));
+      init(shared.empty[i], T::VALUE_WARPS + (rank < T::SUM_RANKS ? T::SUM_WARPS : 0));
+    }
+    init(shared.sums_full, M::arrivals(T::SUM_WARPS));
+    barrier_fence_init();
+  }
+  asm volatile("griddepcontrol.wait;" ::: "memory");  // what the kernel before wrote may be read, what it reads be written
+  const int group = static_cast<int>(p.heads_q / p.heads_kv);
+  const int64_t kv = blockIdx.x / G, head_kv = kv % p.heads_kv, head_q = head_kv * group;
+  const Sequence seq = sequence_of(p, kv / p.heads_kv);
+  const int tiles = static_cast<int>((seq.keys + BLOCK_N - 1) / BLOCK_N), rounds = (tiles + G - 1) / G;
+  bf16* const out = static_cast<bf16*>(p.o) + element_offset(p.o_stride, seq, head_q) + rank * T::DIMS;
+  float* const lse = p.lse ? p.lse + seq.batch * p.lse_stride[0] + head_q * p.lse_stride[1] : nullptr;
+  if (tiles == 0) {
+    for (int i = threadIdx.x; i < group * T::DIMS; i += T::THREADS)
+      out[i / T::DIMS * p.o_stride[1] + i % T::DIMS] = __ushort_as_bfloat16(0);
+    if (lse && rank == 0 && static_cast<int>(threadIdx.x) < group) lse[threadIdx.x * p.lse_stride[1]] = MINUS_INFINITY;
+    return;
+  }
+  __syncthreads();
+  if constexpr (G > 1) {
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+  }
+  auto slot_of = [](int round) { return round % T::SLOTS; };
+  auto slot_parity = [](int round) { return static_cast<uint32_t>(round / T::SLOTS & 1); };
+  auto at = [](const auto& x) { return shared_address(&x); };
+
+  if (warp < T::VALUE_FIRST) {
+    // ------------------------------------------------------------------ scores of one tile a round, 32 keys a warp
+    const int set = warp / T::SET_WARPS, part = warp % T::SET_WARPS;
+    const int head = lane / 4 % (HEADS < 8 ? HEADS : 8), copy = lane / T::FRAGMENT_LANES;
+    const bf16* gQ = static_cast<const bf16*>(p.q) + element_offset(p.q_stride, seq, head_q);
+    uint32_t q[QUERY_SLICES][4];
+    load_query(q, head < group ? gQ + head * p.q_stride[1] : nullptr,
+               T::HALVES == 2 && head + 8 < group ? gQ + (head + 8) * p.q_stride[1] : nullptr, lane);
+    const uint32_t keys = at(shared.sK[set]);
+    const int key_row = part * 32 + (lane >> 4) * 8 + (lane & 7);
+    for (int round = set; round < rounds; round += T::SETS) {
+      const int step = round * G + rank;
+      const bool mine = step < tiles;
+      auto& slot = shared.slots[slot_of(round)];
+      float s[4][4], top[T::HALVES];
+#pragma unroll
+      for (int r = 0; r < T::HALVES; ++r) top[r] = MINUS_INFINITY;
+      if (mine) {
+        barrier_wait(at(shared.keys_full[set]), round / T::SETS & 1);
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+#pragma unroll
+          for (int e = 0; e < 4; ++e) s[j][e] = 0.f;
+#pragma unroll
+        for (int d = 0; d < QUERY_SLICES; ++d) {
+#pragma unroll
+          for (int j = 0; j < 2; ++j) {
+            uint32_t k[4];
+            load_matrices(
+                k, keys + d / 4 * KV_HALF_BYTES + swizzled<HALF_COLUMNS * 2>(key_row + 16 * j, d % 4 * 2 + (lane >> 3 & 1)));
+            numerics::mma_m16n8k16(s[2 * j], q[d], k[0], k[1]);
+            numerics::mma_m16n8k16(s[2 * j + 1], q[d], k[2], k[3]);
+          }
+        }
+        const int64_t visible = seq.keys - static_cast<int64_t>(tiles - 1 - step) * BLOCK_N;
+#pragma unroll
+        for (int r = 0; r < T::HALVES; ++r) {
+          if (visible < BLOCK_N) {
+#pragma unroll
+            for (int j = 0; j < 4; ++j) mask_pair(s[j][2 * r], s[j][2 * r + 1], part * 4 + j, lane, visible);
+          }
+#pragma unroll
+          for (int j = 0; j < 4; ++j) top[r] = numerics::maximum(top[r], numerics::maximum(s[j][2 * r], s[j][2 * r + 1]));
+          top[r] = numerics::quad_maximum(top[r]);
+        }
+        if (lane == 0) barrier_arrive(at(shared.keys_empty[set]));
+      }
+      if (round >= T::SLOTS) barrier_wait(at(shared.empty[slot_of(round)]), slot_parity(round) ^ 1);
+      const uint32_t tops_full = at(shared.tops_full[slot_of(round)]),
+                     weights_full = at(shared.weights_full[slot_of(round)][rank]),
+                     chains_full = at(shared.chains_full[slot_of(round)]);
+#pragma unroll
+      for (int first = 0; first < HEADS; first += 4) {
+        uint32_t x[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) x[i] = __float_as_uint(__shfl_sync(~0u, top[first / 8], (first % 8 + i) * 4));
+        if (lane < G) M::send(at(slot.tops[rank][part][first]), lane, uint4{x[0], x[1], x[2], x[3]}, tops_full);
+      }
+      M::sent(tops_full, lane);
+      if (!mine) continue;
+      barrier_wait(at(shared.ready[slot_of(round)]), slot_parity(round));
+#pragma unroll
+      for (int r = 0; r < T::HALVES; ++r) {
+        const float h = numerics::scaled(numerics::frame(slot.maximum[rank][head + 8 * r]));
+        uint32_t weights[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          s[j][2 * r] = numerics::probability(s[j][2 * r], h);
+          s[j][2 * r + 1] = numerics::probability(s[j][2 * r + 1], h);
+          weights[j] = numerics::pack_bf16(s[j][2 * r], s[j][2 * r + 1]);
+        }
+        const uint32_t to = at(slot.weights[rank][r][part][lane % T::FRAGMENT_LANES]);
+#pragma unroll
+        for (int i = 0; i < G; i += T::COPIES)
+          if (i + copy < G) M::send(to, i + copy, uint4{weights[0], weights[1], weights[2], weights[3]}, weights_full);
+        const int row = head + 8 * r;
+        const uint32_t chain = at(slot.chains[rank][row % T::SUM_HEADS * 4 + lane % 4][part * 8]);
+#pragma unroll
+        for (int j = 0; j < 4; j += 2)
+          if (T::COPIES == 1 || copy == j / 2)
+            M::send(chain + 8 * j, row / T::SUM_HEADS,
+                    uint4{__float_as_uint(s[j][2 * r]), __float_as_uint(s[j][2 * r + 1]), __float_as_uint(s[j + 1][2 * r]),
+                          __float_as_uint(s[j + 1][2 * r + 1])},
+                    chains_full);
+      }
+      M::sent(weights_full, lane);
+      M::sent(chains_full, lane);
+    }
+  } else if (warp < T::MAXIMUM) {
+    // ------------------------------------------------------------------ O^T += V^T P^T: 16 dims a warp, all tiles in order
+    const int own = warp - T::VALUE_FIRST;
+    struct Fragments {
+      uint32_t v[KEY_SLICES_N][4], p[T::HALVES][KEY_SLICES_N / 2][4];
+      float alpha[T::HALVES][2];
+    };
+    const int row = (lane >> 4) * 8 + (lane & 7), chunk = 2 * own + (lane >> 3 & 1);
+    const uint32_t value_base =
+        at(shared.sV) + chunk / (T::BOX_DIMS / 8) * T::BOX_BYTES + swizzled<T::BOX_DIMS * 2>(row, chunk % (T::BOX_DIMS / 8));
+    const int column = 2 * (lane % 4) % (HEADS < 8 ? HEADS : 8);  // of this lane's accumulators
+    float o[T::HALVES][4] = {};
+    auto stage_of = [](int step) { return step % T::VALUE_STAGES; };
+    auto weights_barrier = [&](int step) { return at(shared.weights_full[slot_of(step / G)][step % G]); };
+    auto values_barrier = [&](int step) { return at(shared.values_full[stage_of(step)]); };
+    auto values_parity = [](int step) { return static_cast<uint32_t>(step / T::VALUE_STAGES & 1); };
+    auto load = [&](Fragments& f, int step) {
+      const auto& slot = shared.slots[slot_of(step / G)];
+      const uint32_t v = value_base + stage_of(step) * T::VALUE_BYTES;
+#pragma unroll
+      for (int r = 0; r < T::HALVES; ++r) {
+        const float2 alpha = *reinterpret_cast<const float2*>(&slot.alpha[step % G][column + 8 * r]);
+        f.alpha[r][0] = alpha.x, f.alpha[r][1] = alpha.y;
+#pragma unroll
+        for (int n = 0; n < KEY_SLICES_N / 2; ++n) {
+          const uint4 x = *reinterpret_cast<const uint4*>(slot.weights[step % G][r][n][lane % T::FRAGMENT_LANES]);
+          f.p[r][n][0] = x.x, f.p[r][n][1] = x.y, f.p[r][n][2] = x.z, f.p[r][n][3] = x.w;
+        }
+      }
+#pragma unroll
+      for (int n = 0; n < KEY_SLICES_N; ++n) load_matrices_transposed(f.v[n], v + n * 16 * T::BOX_DIMS * 2);
+    };
+    auto multiply = [&](Fragments& f, int first, int last) {
+#pragma unroll
+      for (int n = first; n < last; ++n)
+#pragma unroll
+        for (int r = 0; r < T::HALVES; ++r)
+          numerics::mma_m16n8k16(o[r], f.v[n], f.p[r][n / 2][n % 2 * 2], f.p[r][n / 2][n % 2 * 2 + 1]);
+    };
+    auto await = [&](int step) {
+      barrier_wait(weights_barrier(step), slot_parity(step / G));
+      barrier_wait(values_barrier(step), values_parity(step));
+    };
+    auto rescale = [&](const Fragments& f) {
+#pragma unroll
+      for (int r = 0; r < T::HALVES; ++r)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) o[r][e] = numerics::multiply(o[r][e], f.alpha[r][e % 2]);
+    };
+    auto release = [&](int step) {
+      if (lane != 0) return;
+      barrier_arrive(at(shared.values_empty[stage_of(step)]));
+      if (step % G == G - 1 || step + 1 == tiles) barrier_arrive(at(shared.empty[slot_of(step / G)]));
+    };
+    auto advance = [&](Fragments& f, Fragments& next, int step) {
+      rescale(f);
+      const bool more = step + 1 < tiles;
+      bool here = more && barrier_test(weights_barrier(step + 1), slot_parity((step + 1) / G)) &&
+                  barrier_test(values_barrier(step + 1), values_parity(step + 1));
+      here = __all_sync(~0u, here);
+      if (here) {
+        multiply(f, 0, 4);
+        load(next, step + 1);
+        multiply(f, 4, KEY_SLICES_N);
+      } else {
+        multiply(f, 0, KEY_SLICES_N);
+      }
+      release(step);
+      if (more && !here) {
+        await(step + 1);
+        load(next, step + 1);
+      }
+    };
+    if (own == 0 && lane == 0) M::expect(at(shared.sums_full), HEADS * sizeof(float));
+    Fragments a;
+    if constexpr (T::AHEAD) {
+      Fragments b;
+      await(0);
+      load(a, 0);
+#pragma unroll 1
+      for (int step = 0; step < tiles; step += 2) {
+        advance(a, b, step);
+        if (step + 1 < tiles) advance(b, a, step + 1);
+      }
+    } else {
+#pragma unroll 1
+      for (int step = 0; step < tiles; ++step) {
+        await(step);
+        load(a, step);
+        rescale(a);
+        multiply(a, 0, KEY_SLICES_N);
+        release(step);
+      }
+    }
+    barrier_wait(at(shared.sums_full), 0);
+    const int dim = 16 * own + lane / 4;
+    if (HEADS >= 8 || lane % 4 < HEADS / 2) {
+#pragma unroll
+      for (int r = 0; r < T::HALVES; ++r)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const int head = column + 8 * r + e % 2;
+          if (head < group)
+            out[head * p.o_stride[1] + dim + e / 2 * 8] = __ushort_as_bfloat16(static_cast<unsigned short>(
+                numerics::pack_bf16(numerics::multiply(o[r][e], numerics::inverse(shared.sums[head])), 0.f)));
+        }
+    }
+  } else if (warp == T::MAXIMUM) {
+    // ------------------------------------------------------------------ running maxima and rescales, once in every CTA
+    constexpr int PARTS = 32 / HEADS, TURNS = (G + PARTS - 1) / PARTS;
+    const int head = lane % HEADS, part = lane / HEADS;
+    float m = MINUS_INFINITY;
+    for (int round = 0; round < rounds; ++round) {
+      auto& slot = shared.slots[slot_of(round)];
+      const uint32_t full = at(shared.tops_full[slot_of(round)]);
+      if (lane == 0) M::expect(full, G * T::SET_WARPS * HEADS * sizeof(float));
+      barrier_wait(full, slot_parity(round));
+      float top[TURNS];
+#pragma unroll
+      for (int i = 0; i < TURNS; ++i) {
+        const int t = i * PARTS + part;
+        top[i] = MINUS_INFINITY;
+        if (t < G)
+#pragma unroll
+          for (int w = 0; w < T::SET_WARPS; ++w) top[i] = numerics::maximum(top[i], slot.tops[t][w][head]);
+      }
+#pragma unroll
+      for (int t = 0; t < G; ++t) {
+        const float next = numerics::maximum(m, __shfl_sync(~0u, top[t / PARTS], t % PARTS * HEADS + head));
+        if (part == t % PARTS) {
+          slot.maximum[t][head] = next;
+          slot.alpha[t][head] = numerics::rescale(m, numerics::frame(next));
+        }
+        m = next;
+      }
+      __syncwarp();
+      const int here = tiles - round * G < G ? tiles - round * G : G;
+      if (lane == 0) barrier_arrive(at(shared.ready[slot_of(round)]));
+      if (lane < here) M::expect(at(shared.weights_full[slot_of(round)][lane]), sizeof(slot.weights[0]));
+      if (lane == 16 && rank < T::SUM_RANKS)
+        M::expect(at(shared.chains_full[slot_of(round)]), here * T::SUM_HEADS * BLOCK_N * sizeof(float));
+      __syncwarp();
+    }
+  } else if (warp < T::LOAD_KEYS) {
+    // ------------------------------------------------------------------ row sums: a lane is a quad lane of a row
+    const int chain = (warp - T::SUM_FIRST) * 32 + lane, row = rank * T::SUM_HEADS + chain / 4;
+    if (rank < T::SUM_RANKS) {
+      const int used = chain < T::SUM_HEADS * 4 ? chain : 0, head = rank * T::SUM_HEADS + used / 4;
+      float l = 0.f, m = MINUS_INFINITY;
+      for (int round = 0; round < rounds; ++round) {
+        const auto& slot = shared.slots[slot_of(round)];
+        const int here = tiles - round * G < G ? tiles - round * G : G;
+        barrier_wait(at(shared.chains_full[slot_of(round)]), slot_parity(round));
+        for (int t = 0; t < here; ++t) {
+          float4 x[T::CHAIN / 4];
+#pragma unroll
+          for (int i = 0; i < T::CHAIN / 4; ++i) x[i] = *reinterpret_cast<const float4*>(&slot.chains[t][used][4 * i]);
+          const float alpha = slot.alpha[t][head];
+          m = slot.maximum[t][head];
+#pragma unroll
+          for (int i = 0; i < T::CHAIN / 4; ++i) {
+            l = i == 0 ? numerics::sum_first(l, alpha, x[i].x) : numerics::sum_next(l, x[i].x);
+            l = numerics::sum_next(numerics::sum_next(numerics::sum_next(l, x[i].y), x[i].z), x[i].w);
+          }
+        }
+        __syncwarp();
+        if (lane == 0) barrier_arrive(at(shared.empty[slot_of(round)]));
+      }
+      const float sum = numerics::quad_sum(l);
+      if (chain < T::SUM_HEADS * 4 && lane % 4 == 0) {
+        if (lse && row < group) lse[row * p.lse_stride[1]] = numerics::log_sum_exp(m, sum);
+        for (int peer = 0; peer < G; ++peer) M::send(at(shared.sums[row]), peer, sum, at(shared.sums_full));
+      }
+      M::sent(at(shared.sums_full), lane);
+    }
+  } else {
+    // ------------------------------------------------------------------ loads
+    // A whole warp waits and one lane asks TMA; rows that TMA cannot know the end of are copied by all.
+    const bool of_keys = warp == T::LOAD_KEYS;
+    const int64_t row_stride = of_keys ? p.k_stride[2] : p.v_stride[2];
+    const bf16* const base = static_cast<const bf16*>(of_keys ? p.k : p.v) +
+                             element_offset(of_keys ? p.k_stride : p.v_stride, seq, head_kv) + (of_keys ? 0 : rank * T::DIMS);
+    auto copy = [&](uint8_t* to, auto width, int boxes, int64_t first, uint32_t barrier) {
+      constexpr int WIDTH = decltype(width)::value, CHUNKS = WIDTH / 16;
+      const int64_t left = seq.keys - first;
+      for (int i = lane; i < BLOCK_N * CHUNKS * boxes; i += 32) {
+        const int box = i / (BLOCK_N * CHUNKS), r = i / CHUNKS % BLOCK_N, chunk = i % CHUNKS;
+        uint4 x = {0, 0, 0, 0};
+        if (r < left) x = *reinterpret_cast<const uint4*>(base + (first + r) * row_stride + (box * CHUNKS + chunk) * CHUNK);
+        *reinterpret_cast<uint4*>(to + box * BLOCK_N * WIDTH + swizzled<WIDTH>(r, chunk)) = x;
+      }
+      fence_async_proxy();
+      __syncwarp();
+      if (lane == 0) barrier_arrive(barrier);
+    };
+    const int head = static_cast<int>(head_kv), batch = static_cast<int>(seq.batch);
+    if (of_keys) {
+      for (int round = 0; round < rounds; ++round) {
+        const int step = round * G + rank, stage = round % T::KEY_STAGES;
+        if (step >= tiles) break;
+        const int64_t first = static_cast<int64_t>(tiles - 1 - step) * BLOCK_N;
+        if (round >= T::KEY_STAGES) barrier_wait(at(shared.keys_empty[stage]), (round / T::KEY_STAGES & 1) ^ 1);
+        const uint32_t barrier = at(shared.keys_full[stage]);
+        if (!mapped) {
+          copy(shared.sK[stage][0], std::integral_constant<int, HALF_COLUMNS * 2>{}, 2, first, barrier);
+        } else if (lane == 0) {
+          barrier_arrive_expect(barrier, sizeof(shared.sK[stage]));
+          for (int half = 0; half < 2; ++half)
+            tma_load(at(shared.sK[stage][half]), &map_k, half * HALF_COLUMNS, static_cast<int>(first), head, batch, barrier);
+        }
+      }
+    } else {
+      for (int step = 0; step < tiles; ++step) {
+        const int stage = step % T::VALUE_STAGES;
+        const int64_t first = static_cast<int64_t>(tiles - 1 - step) * BLOCK_N;
+        if (step >= T::VALUE_STAGES) barrier_wait(at(shared.values_empty[stage]), (step / T::VALUE_STAGES & 1) ^ 1);
+        const uint32_t barrier = at(shared.values_full[stage]);
+        if (!mapped || (p.lengths && seq.keys - first < BLOCK_N)) {
+          copy(shared.sV[stage][0], std::integral_constant<int, T::BOX_DIMS * 2>{}, T::BOXES, first, barrier);
+        } else if (lane == 0) {
+          barrier_arrive_expect(barrier, T::VALUE_BYTES);
+          for (int box = 0; box < T::BOXES; ++box)
+            tma_load(at(shared.sV[stage][box]), &map_v, rank * T::DIMS + box * T::BOX_DIMS, static_cast<int>(first), head,
+                     batch, barrier);
+        }
+      }
+    }
+  }
+}
+
+// --------------------------------------------------------------------------------------------- tile policy and launch
+// CTAs of a cluster in decode: more of them shorten the chain of products and read K once together, but a device holds few
+// large clusters, and all of them should run at once.
+int decode_cluster(int64_t kv_heads, int64_t tiles, int num_sms) {
+  int ctas = 1;
+  while (ctas < 8 && ctas < tiles && kv_heads * ctas * 2 <= num_sms * 10 / 11) ctas *= 2;
+  return ctas;
+}
+// KV heads whose K and V may occupy L2 together: about half of the 40 MB and more that these GPUs have.
+int64_t prefill_section(int64_t kv_heads, int64_t keys) {
+  constexpr int64_t L2_BUDGET_BYTES = 24 << 20, KEY_BYTES = 2 * HEAD_DIM * sizeof(bf16);
+  const int64_t fit = L2_BUDGET_BYTES / (keys * KEY_BYTES);
+  return fit < 1 ? 1 : fit < kv_heads ? fit : kv_heads;
+}
+
+enum Error {
+  NULL_POINTER = -1,
+  BAD_SIZE = -2,
+  BAD_GROUP = -3,
+  BAD_QUERY_LENGTH = -4,
+  MISALIGNED = -5,
+  PAGED = -6,
+  PACKED_ENTRY = -7,
+  TOO_LARGE = -8,
+  SMALL_SHARED_MEMORY = -9
+};
+
+int multiprocessors(const UnifiedAttnParams* p, int* num_sms) {
+  *num_sms = p->num_sms;
+  if (*num_sms > 0) return 0;
+  int device = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error == cudaSuccess) error = cudaDeviceGetAttribute(num_sms, cudaDevAttrMultiProcessorCount, device);
+  return error;
+}
+bool aligned(const void* pointer, const int64_t (&stride)[3], bool packed) {
+  return reinterpret_cast<uintptr_t>(pointer) % 16 == 0 && (packed || stride[0] % CHUNK == 0) && stride[1] % CHUNK == 0 &&
+         stride[2] % CHUNK == 0;
+}
+int check(const UnifiedAttnParams* p) {
+  if (!p || !p->q || !p->k || !p->v || !p->o) return NULL_POINTER;
+  if (p->page_table) return PAGED;
+  if (p->batch < 1 || p->heads_q < 1 || p->heads_kv < 1 || p->seqlen_q < 1 || p->seqlen_kv < 1) return BAD_SIZE;
+  // With these bounds no product of sizes below leaves 64 bits; the grid is checked once more in launch().
+  if (p->seqlen_q > INT32_MAX || p->seqlen_kv > INT32_MAX || p->batch > INT32_MAX || p->heads_q > INT32_MAX / p->batch)
+    return TOO_LARGE;
+  if (p->heads_q % p->heads_kv || p->heads_q / p->heads_kv > MAX_GROUP) return BAD_GROUP;
+  const bool packed = p->cu_seqlens;
+  if (!aligned(p->q, p->q_stride, packed) || !aligned(p->k, p->k_stride, packed) || !aligned(p->v, p->v_stride, packed) ||
+      !aligned(p->o, p->o_stride, packed))
+    return MISALIGNED;
+  return 0;
+}
+
+template <auto KERNEL, typename... Arguments>
+int launch(int64_t ctas, int cluster, int threads, size_t shared_bytes, bool overlap, void* stream,
+           const Arguments&... arguments) {
+  if (ctas > INT32_MAX) return TOO_LARGE;
+  // Asked for in every call: the setting belongs to the current device and context, and costs less than a launch.
+  cudaError_t error = cudaFuncSetAttribute(KERNEL, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes));
+  const bool fits = error != cudaErrorInvalidValue;
+  if (error == cudaSuccess) {
+    cudaLaunchAttribute attributes[2] = {};
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(static_cast<unsigned>(ctas));
+    config.blockDim = dim3(threads);
+    config.dynamicSmemBytes = shared_bytes;
+    config.stream = static_cast<cudaStream_t>(stream);
+    config.attrs = attributes;
+    if (cluster > 1) {
+      attributes[config.numAttrs].id = cudaLaunchAttributeClusterDimension;
+      attributes[config.numAttrs++].val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
+    }
+    if (overlap) {  // with the end of the kernel before; a kernel that asks for it waits before it touches global memory
+      attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+      attributes[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
+    }
+    error = cudaLaunchKernelEx(&config, KERNEL, arguments...);
+  }
+  if (error == cudaSuccess) return 0;
+  cudaGetLastError();  // it is returned here, not by the next call
+  return fits ? static_cast<int>(error) : SMALL_SHARED_MEMORY;
+}
+
+// The map of rows of 128 bf16, seen as [batch, heads, rows, 128]; what a box has beyond them is filled with zeros. Packed rows
+// are one sequence of `rows`. Strides in elements, multiples of 8. False where no map says such strides (a dimension that
+// repeats its elements has none): the kernel copies by hand then.
+bool tensor_map(CUtensorMap* map, const void* base, int64_t rows, int64_t heads, int64_t batch, const int64_t (&stride)[3],
+                int box_rows, int box_columns) {
+  constexpr int64_t LIMIT = int64_t{1} << 39;  // elements
+  const int64_t size[3] = {rows, heads, batch}, step[3] = {stride[2], stride[1], stride[0]};
+  cuuint64_t sizes[4] = {HEAD_DIM}, strides[3];
+  for (int i = 0; i < 3; ++i) {
+    if (size[i] > 1 && (step[i] <= 0 || step[i] >= LIMIT)) return false;
+    sizes[i + 1] = static_cast<cuuint64_t>(size[i]);
+    strides[i] =
+        static_cast<cuuint64_t>(size[i] > 1 ? step[i] : HEAD_DIM) * sizeof(bf16);  // one element has no stride of its own
+  }
+  const cuuint32_t box[4] = {static_cast<cuuint32_t>(box_columns), static_cast<cuuint32_t>(box_rows), 1, 1},
+                   steps[4] = {1, 1, 1, 1};
+  const CUtensorMapSwizzle swizzle = box_columns == 64   ? CU_TENSOR_MAP_SWIZZLE_128B
+                                     : box_columns == 32 ? CU_TENSOR_MAP_SWIZZLE_64B
+                                                         : CU_TENSOR_MAP_SWIZZLE_32B;
+  return cuTensorMapEncodeTiled(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, const_cast<void*>(base), sizes, strides, box, steps,
+                                CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
+int launch_prefill(const UnifiedAttnParams* p, int num_sms, void* stream) {
+  // Where packed sequences end is known on the device only: no box of theirs leaves its sequence.
+  const int64_t rows_q = p->cu_seqlens ? INT32_MAX : p->seqlen_q, rows_kv = p->cu_seqlens ? INT32_MAX : p->seqlen_kv;
+  const int64_t batch = p->cu_seqlens ? 1 : p->batch;
+  CUtensorMap map_q{}, map_k{}, map_v{};
+  PrefillSchedule s;
+  s.mapped = tensor_map(&map_q, p->q, rows_q, p->heads_q, batch, p->q_stride, WG_ROWS, HALF_COLUMNS) &&
+             tensor_map(&map_k, p->k, rows_kv, p->heads_kv, batch, p->k_stride, BLOCK_N, HALF_COLUMNS) &&
+             tensor_map(&map_v, p->v, rows_kv, p->heads_kv, batch, p->v_stride, BLOCK_N, HALF_COLUMNS);
+  s.blocks = (p->seqlen_q + BLOCK_M - 1) / BLOCK_M;
+  s.kv_heads = p->batch * p->heads_kv;
+  s.section = prefill_section(s.kv_heads, p->seqlen_kv);
+  s.items = s.blocks * p->batch * p->heads_q;
+  const int64_t ctas = s.items < num_sms ? s.items : num_sms;
+  return launch<prefill_kernel>(ctas, 1, PREFILL_THREADS, sizeof(PrefillShared), false, stream, map_q, map_k, map_v, *p, s);
+}
+
+template <int G, int HEADS>
+int launch_decode_heads(const UnifiedAttnParams* p, void* stream) {
+  using T = DecodeTraits<G, HEADS>;
+  CUtensorMap map_k{}, map_v{};
+  const bool mapped = tensor_map(&map_k, p->k, p->seqlen_kv, p->heads_kv, p->batch, p->k_stride, BLOCK_N, HALF_COLUMNS) &&
+                      tensor_map(&map_v, p->v, p->seqlen_kv, p->heads_kv, p->batch, p->v_stride, BLOCK_N, T::BOX_DIMS);
+  return launch<decode_kernel<G, HEADS>>(p->batch * p->heads_kv * G, G, T::THREADS, sizeof(typename T::Shared), true, stream,
+                                         map_k, map_v, *p, mapped);
+}
+template <int G>
+int launch_decode(const UnifiedAttnParams* p, void* stream) {
+  const int64_t group = p->heads_q / p->heads_kv;
+  return group <= 4   ? launch_decode_heads<G, 4>(p, stream)
+         : group <= 8 ? launch_decode_heads<G, 8>(p, stream)
+                      : launch_decode_heads<G, 16>(p, stream);
+}
+
+}  // namespace
+
+// ------------------------------------------------------------------------------------------------------------ exports
+extern "C" int unified_prefill(const UnifiedAttnParams* p, void* stream) {
+  if (const int error = check(p)) return error;
+  if (p->seqlen_q != p->seqlen_kv || p->lengths) return BAD_QUERY_LENGTH;
+  int num_sms;
+  if (const int error = multiprocessors(p, &num_sms)) return error;
+  return launch_prefill(p, num_sms, stream);
+}
+extern "C" int unified_extend(const UnifiedAttnParams* p, void* stream) {
+  if (const int error = check(p)) return error;
+  if (p->cu_seqlens) return PACKED_ENTRY;
+  if (p->seqlen_q > p->seqlen_kv) return BAD_QUERY_LENGTH;
+  int num_sms;
+  if (const int error = multiprocessors(p, &num_sms)) return error;
+  return launch_prefill(p, num_sms, stream);
+}
+extern "C" int unified_decode(const UnifiedAttnParams* p, void* stream) {
+  if (const int error = check(p)) return error;
+  if (p->cu_seqlens) return PACKED_ENTRY;
+  if (p->seqlen_q != 1) return BAD_QUERY_LENGTH;
+  int num_sms;
+  if (const int error = multiprocessors(p, &num_sms)) return error;
+  switch (decode_cluster(p->batch * p->heads_kv, (p->seqlen_kv + BLOCK_N - 1) / BLOCK_N, num_sms)) {
+    case 1:
+      return launch_decode<1>(p, stream);
+    case 2:
+      return launch_decode<2>(p, stream);
+    case 4:
+      return launch_decode<4>(p, stream);
+    default:
+      return launch_decode<8>(p, stream);
+  }
+}
+extern "C" int64_t unified_attn_workspace_bytes(int, const UnifiedAttnParams*) { return 0; }
+extern "C" int unified_attn_abi_version(void) { return UNIFIED_ATTN_ABI_VERSION; }
+extern "C" const char* unified_attn_error(int code) {
+  switch (code) {
+    case 0:
+      return "success";
+    case NULL_POINTER:
+      return "q, k, v and o must not be null";
+    case BAD_SIZE:
+      return "batch, heads and lengths must be at least 1";
+    case BAD_GROUP:
+      return "heads_q must be a multiple of heads_kv, at most 16 times as many";
+    case BAD_QUERY_LENGTH:
+      return "prefill needs as many queries as keys and no lengths; extend at most as many; decode exactly one";
+    case MISALIGNED:
+      return "addresses must be multiples of 16 bytes, and strides of 8 elements";
+    case PAGED:
+      return "a page table is not supported";
+    case PACKED_ENTRY:
+      return "packed sequences are for prefill only";
+    case TOO_LARGE:
+      return "a size, or the number of blocks of work, above 2147483647";
+    case SMALL_SHARED_MEMORY:
+      return "this GPU gives a block less shared memory than the kernel needs (up to 227 KiB)";
+    default:
+      return code > 0 ? cudaGetErrorString(static_cast<cudaError_t>(code)) : "unknown error";
+  }
+}
