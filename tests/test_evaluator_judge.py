@@ -17,8 +17,10 @@ import pytest
 
 from tools.core.errors import UserError
 from tools.core.files import REPO_ROOT
-from tools.evaluator import judge, report
-from tools.evaluator.judge import Options
+from tools.evaluator import judge, race, report
+from tools.evaluator.grids import cells
+from tools.evaluator.guards import Guards
+from tools.evaluator.options import Options
 
 COMMAND = [sys.executable, str(REPO_ROOT / "tools" / "evaluate.py"), "--gpu", "cpu"]
 
@@ -265,14 +267,14 @@ def test_a_promotion_goes_through_the_sealed_cases(tmp_path: Path, monkeypatch: 
     target.config["limits"]["max_slowdown"] = 5.0
     monkeypatch.setattr(judge, "load_target", lambda *_: target)
     better = {"verdict": "better", "why": "said so", "sessions": 1}
-    monkeypatch.setattr(judge.promotion, "compare", lambda sessions, w, noise=True: better)
+    monkeypatch.setattr(race.promotion, "compare", lambda sessions, w, noise=True: better)
     monkeypatch.setattr(judge.Judge, "_blockers", lambda self, root: [])
     honest = target.source()
     got = evaluate(tmp_path, root=honest, incumbent=honest)
     assert got["status"] == "PASSED", got["reason"]
     assert got["promotion"]["sealed"] == "passed" and got["promotion"]["promoted"]
     assert "sealed" not in got["run"]["stages"] and "sealed" not in json.dumps(got["timing"])
-    monkeypatch.setattr(judge, "sealed_cases", lambda *_: False)
+    monkeypatch.setattr(race, "sealed_cases", lambda *_: False)
     (tmp_path / "report.json").unlink()
     got = evaluate(tmp_path, root=honest, incumbent=honest)
     assert got["promotion"]["sealed"] == "failed" and got["promotion"]["reason"] == "the sealed cases failed"
@@ -281,16 +283,16 @@ def test_a_promotion_goes_through_the_sealed_cases(tmp_path: Path, monkeypatch: 
 def test_what_may_promote_nothing() -> None:
     """A run says why it cannot promote, whatever it measures; a root report must know every cell."""
     made = object.__new__(judge.Judge)
-    made.guards, made.record = judge.Guards(), {"compatibility": False}
+    made.guards, made.record = Guards(), {"compatibility": False}
     made.options = Options(gpu="cpu", output=Path("x"))
-    made.cells = judge.cells(evaluator_tools.load_target("cpu").config["workloads"])
+    made.cells = cells(evaluator_tools.load_target("cpu").config["workloads"])
     root = {cell.name: 1.0 for cell in made.cells}
     assert made._blockers(root) == []
     assert made._blockers(None) == ["no root to be admissible under"]
     del root[made.cells[-1].name]
     assert made._blockers(root) == ["the root lacks cells"]
     made.options = Options(gpu="cpu", output=Path("x"), cases="quick", seed=3)
-    made.guards, made.record = judge.Guards(frozenset({"fresh"})), {"compatibility": True}
+    made.guards, made.record = Guards(frozenset({"fresh"})), {"compatibility": True}
     assert len(made._blockers(root)) == 5
 
 

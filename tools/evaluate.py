@@ -129,11 +129,12 @@ def main(arguments: list[str] | None = None) -> int:
     from rich.console import Console
 
     from tools.evaluator import judge, table
+    from tools.evaluator.options import Options
 
     if args.promotion_trials is not None:
         return _promotion_trials(args)
     signal.signal(signal.SIGTERM, _interrupt)
-    options = judge.Options(
+    options = Options(
         gpu=args.gpu,
         output=args.output,
         source=args.source,

@@ -116,7 +116,11 @@ def trials(record: dict[str, Any]) -> list[str]:
     lines = []
     for kind, every in record["trials"].items():
         low, high = record["summary"][kind]["rate_interval"]
-        name = {"equal": "the incumbent's equal", "planted": "truly 3 % faster", "given": "faster than the incumbent given"}.get(kind, kind)
+        name = {
+            "equal": "the incumbent's equal",
+            "planted": "truly 3 % faster",
+            "given": "faster than the incumbent given",
+        }.get(kind, kind)
         promoted = sum(trial["promoted"] for trial in every)
         lines.append(f"| {record['target']} | {name} | {promoted} of {len(every)} | {100 * low:.0f} to {100 * high:.0f} % |")
     return lines
