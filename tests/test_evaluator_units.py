@@ -24,9 +24,10 @@ from tools.evaluator.device import kernels_of
 from tools.evaluator.grids import cells
 from tools.evaluator.guards import Guards
 from tools.evaluator.inputs import KINDS, Draw
-from tools.evaluator.passes import Entry, Inputs, Racer, allowance_ms, clock_problem
+from tools.evaluator.passes import Entry, Inputs, Mismatch, Passes, Racer, allowance_ms, clock_problem
 from tools.evaluator.protocol import Channel, ChannelClosed, ChannelGarbage, ChannelTimeout
-from tools.evaluator.runner import Runner, WorkerFailure
+from tools.evaluator.quiet import Quiet
+from tools.evaluator.runner import Call, Runner, WorkerFailure
 from tools.evaluator.statistics import geometric_mean, median, median_interval
 from tools.evaluator.timing import EFFORTS, MOST_CALLS, Timer, floor_us, lengths_of
 
@@ -466,6 +467,36 @@ def test_an_error_can_be_written_whatever_it_holds() -> None:
     with pytest.raises(WorkerFailure) as caught:
         Talker("cpu", {"ok": False, "error": "\ud800" + "x" * 100_000}).request("call")
     assert len(str(caught.value).encode("utf-8")) < 3000
+
+
+def test_every_output_of_a_pass_is_compared_and_the_one_that_differs_named() -> None:
+    """On a GPU the last pass of a cell is compared in every word, at once; a single flipped bit names its call."""
+
+    class Witness:
+        calls = 0
+
+        def run(self, calls: list[Call]) -> float:
+            self.calls += len(calls)
+            for call in calls:
+                call.o.copy_(call.q)
+            return 0.0
+
+    workloads = {"heads_q": 2, "heads_kv": 1, "prefill": None, "update": None, "decode": {"batch": [1], "context": [16]}}
+    cell, arena, witness = cells(workloads, 0)[0], Arena("cpu", 1 << 24), Witness()
+    inputs = Inputs(arena, cell, (2, 1), 3, Draw(1, "all", "cpu"), Guards())
+    outputs = arena.empty((7, 1, 2, 1, 128))  # more calls than sets: these are taken in turn
+    calls = inputs.calls("decode", outputs)
+    for call in calls:
+        call.o.copy_(call.q)
+    entry = Entry(Racer("candidate", None), None, calls, outputs, 1, 7)  # type: ignore[arg-type]
+    passes = Passes(arena, cell, "cold", inputs, witness, Quiet(), Guards())  # type: ignore[arg-type]
+    passes.verify(entry, 0, 7, everything=True)
+    assert witness.calls == entry.parts == 7
+    outputs[5, 0, 1, 0, 17].view(torch.int16).bitwise_xor_(1)
+    outputs[6].copy_(outputs[5])  # which read the changed one as its query
+    with pytest.raises(Mismatch, match=r"output 5 of 7 timed calls .* 1 of 1792 words .*\[0, 1, 0, 17\]"):
+        passes.verify(entry, 0, 7, everything=True)
+    arena.close()
 
 
 def timed(worker_ms: list[float], judge_ms: list[float], span: int) -> Entry:
