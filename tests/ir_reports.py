@@ -126,7 +126,7 @@ def _add_times(run: Run, found: Record, identity: str, roles: Record, speeds: di
     weights = {cell["name"]: cell["weight"] for cell in summary["cells"]}
     comparison = promotion.compare([first, second], weights)
     limit = config["limits"]["max_slowdown"]
-    found["promotion"] = promotion.record(first, comparison, root, limit, [], True)  # type: ignore[arg-type]
+    found["promotion"] = promotion.record([first, second], comparison, root, limit, [], True)  # type: ignore[arg-type]
 
 
 class Scripted:

@@ -277,13 +277,13 @@ def test_what_stands_in_the_way_of_a_promotion() -> None:
 def test_the_record_of_a_report() -> None:
     root = dict.fromkeys("0123", 100.0)
     better = promotion.compare([steady(0.03), steady(0.03)], weights(4))
-    found = promotion.record(steady(0.03), better, root, 1.1, [], True)
+    found = promotion.record([steady(0.03)], better, root, 1.1, [], True)
     assert found["promoted"] and found["admissible"] and found["sealed"] == "passed" and not found["doubtful"]
     assert [part["name"] for part in better["cells"]] == list("0123")
     assert sum(part["share"] for part in better["cells"]) == pytest.approx(1)
-    slow = promotion.record(steady(-0.2), better, root, 1.1, [], None)
+    slow = promotion.record([steady(-0.2)], better, root, 1.1, [], None)
     assert not slow["admissible"] and len(slow["problems"]) == 4 and not slow["promoted"]
-    assert promotion.record(steady(-0.2), None, None, 1.1, [], None)["reason"] == "no incumbent to compare with"
+    assert promotion.record([steady(-0.2)], None, None, 1.1, [], None)["reason"] == "no incumbent to compare with"
 
 
 def test_a_limit_inside_the_interval_is_said() -> None:
@@ -318,9 +318,17 @@ def test_a_root_that_ran_beside_the_candidate_is_compared_pass_by_pass() -> None
     assert median([150.0] * 9 + [100.0] * 8) / median([149.0] * 9 + [99.0] * 12) > 1.5
     assert not objective.admissible(drifting, {"p": 99.0}, 1.1)
     slower = raced([112.0] * 9, [100.0] * 9)
-    assert "is 1.120 of the root's" in objective.admissible(slower, {"p": 100.0}, 1.1)[0]
+    assert "p: 1.120 of the root's time (interval 1.120 to 1.120)" in objective.admissible(slower, {"p": 100.0}, 1.1)[0]
+    assert objective.too_slow(slower, {"p": 100.0}, 1.1) and not objective.too_slow(drifting, {"p": 99.0}, 1.1)
     unsure = raced([100.0, 101.0, 109.0, 109.0, 109.0, 109.0, 109.0, 112.0, 113.0], [100.0] * 9)
     assert not objective.admissible(unsure, {"p": 100.0}, 1.1) and objective.doubtful(unsure, {"p": 100.0}, 1.1)
+    # Above the limit, but not beyond doubt: the sessions that decide over a promotion decide over this too.
+    noisy = raced([100.0, 101.0, 102.0, 112.0, 112.0, 112.0, 113.0, 118.0, 119.0], [100.0] * 9)
+    quick, slow = raced([101.0] * 9, [100.0] * 9), raced([111.0] * 9, [100.0] * 9)
+    assert objective.admissible(noisy, {"p": 100.0}, 1.1) and not objective.too_slow(noisy, {"p": 100.0}, 1.1)
+    assert not objective.admissible(noisy, {"p": 100.0}, 1.1, [quick])
+    assert "mean of 2 sessions" in objective.admissible(noisy, {"p": 100.0}, 1.1, [slow])[0]
+    assert objective.admissible(slower, {"p": 100.0}, 1.1, [quick] * 3)  # beyond doubt
 
 
 # ---------------------------------------------------------------- the sealed cases

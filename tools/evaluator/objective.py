@@ -11,10 +11,11 @@ T = sum of w_c x latency_c over the cells' cold medians, in microseconds. Weight
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from tools.core.errors import UserError
-from tools.evaluator.statistics import in_parts, median, median_interval, paired
+from tools.evaluator.statistics import geometric_mean, in_parts, median, median_interval, paired
 
 PHASES = ("full", "decode")
 
@@ -130,20 +131,39 @@ def _slowdown(cell: dict[str, Any], root: dict[str, float]) -> tuple[float, floa
     return own["median_us"] / base, low / base, high / base
 
 
-def admissible(cells: list[dict[str, Any]], root: dict[str, float], max_slowdown: float) -> list[str]:
-    """Cells in which the candidate is slower than the root by more than the limit, each as a sentence."""
+def too_slow(cells: list[dict[str, Any]], root: dict[str, float], max_slowdown: float) -> bool:
+    """Whether a cell's whole interval lies above the limit: no other measurement will help."""
+    return any((slowdown := _slowdown(cell, root)) is not None and slowdown[1] > max_slowdown for cell in cells)
+
+
+def admissible(
+    cells: list[dict[str, Any]],
+    root: dict[str, float],
+    max_slowdown: float,
+    again: Sequence[list[dict[str, Any]]] = (),
+) -> list[str]:
+    """Cells in which the candidate is slower than the root by more than the limit, each as a sentence.
+
+    again: later sessions of the same cells. Where the limit lies inside the first session's interval, the geometric mean
+    of all sessions decides.
+    """
     found = []
-    for cell in cells:
+    for number, cell in enumerate(cells):
         slowdown = _slowdown(cell, root)
-        if slowdown is not None and slowdown[0] > max_slowdown:
-            own, base = cold(cell, "candidate"), root[cell["name"]]
-            found.append(f"{cell['name']}: {own:.2f} us is {slowdown[0]:.3f} of the root's {base:.2f} us, limit {max_slowdown}")
+        if slowdown is None or slowdown[0] <= max_slowdown:
+            continue
+        ratio, low, high = slowdown
+        text = f"interval {low:.3f} to {high:.3f}"
+        later = [one[0] for session in again if (one := _slowdown(session[number], root)) is not None]
+        if low <= max_slowdown and later:
+            ratio, text = geometric_mean([ratio, *later]), f"mean of {1 + len(later)} sessions"
+        if ratio > max_slowdown:
+            found.append(f"{cell['name']}: {ratio:.3f} of the root's time ({text}), limit {max_slowdown}")
     return found
 
 
 def doubtful(cells: list[dict[str, Any]], root: dict[str, float], max_slowdown: float) -> list[str]:
-    """Cells in which the limit lies inside the ratio's interval, each as a sentence. The ratio decides all the same;
-    another run may decide otherwise."""
+    """Cells in which the limit lies inside the first session's interval, each as a sentence."""
     found = []
     for cell in cells:
         slowdown = _slowdown(cell, root)

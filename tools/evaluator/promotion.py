@@ -182,20 +182,20 @@ def decide(
 
 
 def record(
-    first: Session,
+    sessions: list[Session],
     comparison: dict[str, Any] | None,
     root: dict[str, float] | None,
     max_slowdown: float,
     blockers: list[str],
     sealed: bool | None,
 ) -> dict[str, Any]:
-    """The report's `promotion`. first: the first session; root: each cell's latency under the root, microseconds."""
-    problems = admissible(first, root, max_slowdown) if root is not None else []
+    """The report's `promotion`. root: each cell's latency under the root, microseconds."""
+    problems = admissible(sessions[0], root, max_slowdown, sessions[1:]) if root is not None else []
     promoted, reason = decide(problems, comparison, blockers, sealed)
     return {
         "admissible": not problems,
         "problems": problems,
-        "doubtful": doubtful(first, root, max_slowdown) if root is not None else [],
+        "doubtful": doubtful(sessions[0], root, max_slowdown) if root is not None else [],
         "blockers": blockers,
         "sealed": {True: "passed", False: "failed", None: "not run"}[sealed],
         "comparison": comparison,

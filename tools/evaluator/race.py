@@ -103,21 +103,21 @@ class Race(Bench):
 
     def _promotion(self, first: list[dict[str, Any]], root: dict[str, float] | None) -> None:
         blockers = self._blockers(root)
-        problems = objective.admissible(first, root, self.limits["max_slowdown"]) if root is not None else []
+        limit, sessions = float(self.limits["max_slowdown"]), [first]
         comparison, sealed = None, None
-        if "incumbent" in self.builds and not problems:
+        if "incumbent" in self.builds and not (root is not None and objective.too_slow(first, root, limit)):
             w = {cell["name"]: cell["weight"] for cell in self.record["objective"]["cells"]}
-            sessions = [first]
             comparison = promotion.compare(sessions, w, noise=self.guards.on("noise"))
             while comparison["verdict"] == "unclear":
                 with self._stage("measured again"):
                     sessions.append(self._remeasure())
                 comparison = promotion.compare(sessions, w)
             self.record["timing"]["again"] = sessions[1:]
-            if comparison["verdict"] == "better" and not blockers:
+            slow = root is not None and objective.admissible(first, root, limit, sessions[1:])
+            if comparison["verdict"] == "better" and not blockers and not slow:
                 self._show("sealed", "")
                 sealed = self._sealed() if self.guards.on("sealed") else True
-        self.record["promotion"] = promotion.record(first, comparison, root, self.limits["max_slowdown"], blockers, sealed)
+        self.record["promotion"] = promotion.record(sessions, comparison, root, limit, blockers, sealed)
 
     def _blockers(self, root: dict[str, float] | None) -> list[str]:
         """Why this run may promote nothing, whatever it measures."""

@@ -101,7 +101,7 @@ def _figures(found: dict[str, Any], config: dict[str, Any], is_root: bool) -> di
         "admissible": True,
     }
     if not is_root and root is not None:
-        fields["admissible"] = not weights.admissible(cells, root, max_slowdown)
+        fields["admissible"] = not weights.admissible(cells, root, max_slowdown, sessions[1:])
     if not is_root and found["promotion"] is not None:
         fields.update(_verdict(found, sessions, summary, root, max_slowdown))
     return fields
@@ -120,7 +120,7 @@ def _verdict(
     if said["comparison"] is not None:
         comparison = promotion.compare(sessions, {cell["name"]: cell["weight"] for cell in summary["cells"]})
     again = promotion.record(
-        sessions[0], comparison, root, max_slowdown, said["blockers"], _SEALED.get(said.get("sealed", "not run"))
+        sessions, comparison, root, max_slowdown, said["blockers"], _SEALED.get(said.get("sealed", "not run"))
     )
     for key in ("admissible", "promoted"):
         if again[key] != said[key]:
