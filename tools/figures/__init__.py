@@ -1,0 +1,1 @@
+"""Figures from recorded evidence: `tools/plot.py` draws them."""

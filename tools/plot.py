@@ -1,0 +1,130 @@
+"""Draw the figures of the documentation from recorded evidence.
+
+    python tools/plot.py            # write experimental/figures/: SVG, PDF and the CSV files behind them
+    python tools/plot.py --check    # write nothing; name the first file that is not what the evidence gives, exit 1
+
+Which reports are drawn stands in experimental/figures/reports.json (tools/figures/sources.py has the rule). A target
+without one shows "not measured". The same evidence gives the same bytes: CSV files are compared always, pictures where
+the installed matplotlib is the one that drew them (tools/figures/style.py).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tools.core.config import EXPERIMENTAL, Target, load_target, target_names
+from tools.core.errors import CommandParser, UserError, run_command
+from tools.core.files import read_bytes, show_path, write_atomic
+from tools.figures import data
+from tools.figures.sources import Measured, read
+
+EVIDENCE, FIGURES = EXPERIMENTAL / "evidence", EXPERIMENTAL / "figures"
+REPORTS, PUBLISHED = "reports.json", "published_reference.csv"  # what a figure is made from; all else there is made
+MADE = ("csv", "svg", "pdf")
+
+
+def tables(measured: Sequence[Measured], targets: Sequence[Target]) -> dict[str, bytes]:
+    """File name -> content of the CSV files."""
+    return {
+        "attention_performance.csv": data.bars_csv(measured, targets).encode(),
+        "attention_performance_cells.csv": data.cells_csv(measured).encode(),
+    }
+
+
+def pictures(measured: Sequence[Measured], targets: Sequence[Target], published: Path) -> dict[str, bytes]:
+    """File name -> content of all pictures. Needs matplotlib."""
+    import matplotlib
+
+    from tools.figures import cells, performance, published_reference, roofline, style
+
+    lines = data.published(published)
+    with matplotlib.rc_context(style.RC):
+        sheets = {"performance": performance.draw(measured, targets)}
+        for target in targets:
+            own = [entry for entry in measured if entry.target.name == target.name]
+            sheets[f"cells_{target.name}"] = cells.draw(target, own)
+            sheets[f"roofline_{target.name}"] = roofline.draw(target, own)
+        sheets["published_reference"] = published_reference.draw(lines, measured)
+        return {f"{name}.{kind}": raw for name, sheet in sheets.items() for kind, raw in style.pictures(sheet).items()}
+
+
+def other_matplotlib() -> str | None:
+    """Why pictures drawn here would differ from the kept ones, or None."""
+    try:
+        import matplotlib
+
+        from tools.figures.style import DRAWN_WITH
+    except ModuleNotFoundError:
+        return "matplotlib is not installed: pip install -c constraints.txt '.[figures]'"
+    if matplotlib.__version__ != DRAWN_WITH:
+        return f"matplotlib {matplotlib.__version__} is here, {DRAWN_WITH} drew them"
+    return None
+
+
+def names(targets: Sequence[Target]) -> list[str]:
+    """Every file that is made, in the order in which they are checked."""
+    each = [f"{kind}_{target.name}" for target in targets for kind in ("cells", "roofline")]
+    drawn = [f"{name}.{kind}" for name in ("performance", *each, "published_reference") for kind in ("svg", "pdf")]
+    return ["attention_performance.csv", "attention_performance_cells.csv", *drawn]
+
+
+def check(folder: Path, evidence: Path, targets: Sequence[Target]) -> str | None:
+    """The first file of the folder that is not what the evidence gives, with what is wrong; None where all are.
+
+    Without the matplotlib that drew the pictures only their presence is checked.
+    """
+    measured = read(evidence, folder / REPORTS, targets)
+    known = names(targets)
+    for name in known:
+        if not (folder / name).is_file():
+            return f"{show_path(folder / name)}: missing"
+    for path in sorted(folder.iterdir()):
+        if path.name not in (*known, REPORTS, PUBLISHED):
+            return f"{show_path(path)}: nothing makes this file"
+    fresh = tables(measured, targets)
+    if other_matplotlib() is None:
+        fresh |= pictures(measured, targets, folder / PUBLISHED)
+    else:
+        data.published(folder / PUBLISHED)
+    for name in known:
+        if name in fresh and read_bytes(folder / name) != fresh[name]:
+            return f"{show_path(folder / name)}: differs from what the evidence gives"
+    return None
+
+
+def write(folder: Path, evidence: Path, targets: Sequence[Target]) -> list[str]:
+    """Write what differs; returns the names. Nothing is written where a report is refused."""
+    measured = read(evidence, folder / REPORTS, targets)
+    if why := other_matplotlib():
+        raise UserError(f"pictures cannot be drawn as they are kept: {why}")
+    fresh = {**tables(measured, targets), **pictures(measured, targets, folder / PUBLISHED)}
+    changed = [name for name, raw in fresh.items() if not (folder / name).is_file() or read_bytes(folder / name) != raw]
+    for name in changed:
+        write_atomic(folder / name, fresh[name])
+    return changed
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = CommandParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 where a file differs")
+    options = parser.parse_args(arguments)
+    targets = [load_target(name) for name in target_names()]
+    if not options.check:
+        for name in write(FIGURES, EVIDENCE, targets):
+            print(f"{show_path(FIGURES / name)}: written")
+        return 0
+    if why := other_matplotlib():
+        print(f"pictures are not compared: {why}")
+    if problem := check(FIGURES, EVIDENCE, targets):
+        print(problem)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main))
