@@ -11,7 +11,8 @@ the installed matplotlib is the one that drew them (tools/figures/style.py).
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -36,21 +37,26 @@ def tables(measured: Sequence[Measured], targets: Sequence[Target]) -> dict[str,
     }
 
 
-def pictures(measured: Sequence[Measured], targets: Sequence[Target], published: Path) -> dict[str, bytes]:
-    """File name -> content of all pictures. Needs matplotlib."""
+def pictures(
+    measured: Sequence[Measured], targets: Sequence[Target], published: Path, kinds: Sequence[str] = ("svg", "pdf")
+) -> Iterator[tuple[str, bytes]]:
+    """(file name, content) of each picture, drawn when it is asked for. Needs matplotlib."""
     import matplotlib
 
     from tools.figures import cells, performance, published_reference, roofline, style
 
-    lines = data.published(published)
-    with matplotlib.rc_context(style.RC):
-        sheets = {"performance": performance.draw(measured, targets)}
+    def sheets() -> Iterator[tuple[str, style.Sheet]]:
+        yield "performance", performance.draw(measured, targets)
         for target in targets:
             own = [entry for entry in measured if entry.target.name == target.name]
-            sheets[f"cells_{target.name}"] = cells.draw(target, own)
-            sheets[f"roofline_{target.name}"] = roofline.draw(target, own)
-        sheets["published_reference"] = published_reference.draw(lines, measured)
-        return {f"{name}.{kind}": raw for name, sheet in sheets.items() for kind, raw in style.pictures(sheet).items()}
+            yield f"cells_{target.name}", cells.draw(target, own)
+            yield f"roofline_{target.name}", roofline.draw(target, own)
+        yield "published_reference", published_reference.draw(data.published(published), measured)
+
+    with matplotlib.rc_context(style.RC):
+        for name, sheet in sheets():
+            for kind in kinds:
+                yield f"{name}.{kind}", style.picture(sheet, kind)
 
 
 def other_matplotlib() -> str | None:
@@ -86,13 +92,10 @@ def check(folder: Path, evidence: Path, targets: Sequence[Target]) -> str | None
     for path in sorted(folder.iterdir()):
         if path.name not in (*known, REPORTS, PUBLISHED):
             return f"{show_path(path)}: nothing makes this file"
-    fresh = tables(measured, targets)
-    if other_matplotlib() is None:
-        fresh |= pictures(measured, targets, folder / PUBLISHED)
-    else:
-        data.published(folder / PUBLISHED)
-    for name in known:
-        if name in fresh and read_bytes(folder / name) != fresh[name]:
+    data.published(folder / PUBLISHED)
+    drawn = pictures(measured, targets, folder / PUBLISHED) if other_matplotlib() is None else ()
+    for name, raw in chain(tables(measured, targets).items(), drawn):
+        if read_bytes(folder / name) != raw:
             return f"{show_path(folder / name)}: differs from what the evidence gives"
     return None
 
@@ -102,7 +105,7 @@ def write(folder: Path, evidence: Path, targets: Sequence[Target]) -> list[str]:
     measured = read(evidence, folder / REPORTS, targets)
     if why := other_matplotlib():
         raise UserError(f"pictures cannot be drawn as they are kept: {why}")
-    fresh = {**tables(measured, targets), **pictures(measured, targets, folder / PUBLISHED)}
+    fresh = {**tables(measured, targets), **dict(pictures(measured, targets, folder / PUBLISHED))}
     changed = [name for name, raw in fresh.items() if not (folder / name).is_file() or read_bytes(folder / name) != raw]
     for name in changed:
         write_atomic(folder / name, fresh[name])

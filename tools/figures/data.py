@@ -61,21 +61,21 @@ class Bar:
 
 
 def bars(measured: Measured) -> list[Bar]:
-    """All bars of a report. A library has a bar where it was measured in every cell of the group; FASTEST has one where
-    there are at least two libraries, since it would repeat the one."""
+    """All bars of a report. A library has bars where it was measured in every cell of the group, cold and hot: a mean over
+    fewer cells is another figure. FASTEST has bars where there are two libraries or more, else it would repeat the one."""
     found = []
     for group, kind, batch in GROUPS:
         cells = [modes for cell, modes in measured.cells if cell.kind == kind and batch in (None, cell.batch)]
-        if not cells:
+        seen = [set(modes[mode].libraries) for modes in cells for mode in MODES]
+        if not cells or not all(seen):
             continue
+        names = set.intersection(*seen)
+        if len(set.union(*seen)) > 1:
+            names.add(FASTEST)
         for mode in MODES:
-            times = [modes[mode] for modes in cells]
-            everywhere = library_order(set.intersection(*(set(entry.libraries) for entry in times)))
-            each = {name: [entry.ratio(name) for entry in times] for name in everywhere}
-            if len(everywhere) > 1:
-                best = [entry.ratio(name) for entry in times if (name := entry.fastest()) is not None]
-                each = {FASTEST: best, **each}
-            found += [Bar(group, len(cells), mode, name, geometric_mean(ratios)) for name, ratios in each.items()]
+            for name in library_order(names):
+                ratios = [modes[mode].ratio(modes[mode].fastest() if name == FASTEST else name) for modes in cells]
+                found.append(Bar(group, len(cells), mode, name, geometric_mean(ratios)))
     return found
 
 

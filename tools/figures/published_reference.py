@@ -57,7 +57,7 @@ def _ours(gpu: str, measured: Sequence[Measured]) -> dict[str, tuple[float, floa
         if entry.target.name != gpu.lower():
             continue
         for cell, modes in entry.cells:
-            pair = [mode.ratio(best) for mode in (modes["cold"], modes["hot"]) if (best := mode.fastest()) is not None]
+            pair = [mode.ratio(best) for mode in (modes["cold"], modes["hot"]) if (best := mode.fastest())]
             if len(pair) == 2:
                 found[cell.name] = pair[0], pair[1]
     return found

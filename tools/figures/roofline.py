@@ -61,7 +61,7 @@ def _roof(axes: Axes, tflops: float, bandwidth: float, target: Target, entry: Me
     kinds: dict[str, list[tuple[int, tuple[float, float], tuple[float, float] | None]]] = {}
     for cell, modes in entry.cells if entry else []:
         best = modes["cold"].fastest()
-        theirs = None if best is None else point(cell, modes["cold"].libraries[best], heads)
+        theirs = None if not best else point(cell, modes["cold"].libraries[best], heads)
         kinds.setdefault(cell.kind, []).append((cell.batch, point(cell, modes["cold"].ours, heads), theirs))
     every = [place for found in kinds.values() for _, *pair in found for place in pair if place is not None]
     batches = sorted({batch for batch, *_ in kinds.get("decode", [])})

@@ -48,9 +48,9 @@ class Mode:
         """The library's time / ours: above 1 ours is faster."""
         return self.libraries[library].us / self.ours.us
 
-    def fastest(self) -> str | None:
-        """The fastest library; the first by name of equals."""
-        return min(self.libraries, key=lambda name: (self.libraries[name].us, name), default=None)
+    def fastest(self) -> str:
+        """The fastest library, the first by name of equals; empty where none was measured."""
+        return min(self.libraries, key=lambda name: (self.libraries[name].us, name), default="")
 
 
 @dataclass(frozen=True)

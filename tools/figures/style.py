@@ -11,7 +11,6 @@ import io
 import math
 from typing import Any
 
-import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap, to_hex, to_rgb
 from matplotlib.figure import Figure
@@ -102,10 +101,9 @@ def heading_height(lines: int) -> float:
     return 53 + 14.5 * lines
 
 
-def pictures(sheet: Sheet) -> dict[str, bytes]:
-    """Suffix -> the bytes of a figure as SVG and as PDF."""
-    svg, pdf = io.BytesIO(), io.BytesIO()
-    with matplotlib.rc_context(RC):
-        sheet.figure.savefig(svg, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
-        sheet.figure.savefig(pdf, format="pdf", metadata=dict.fromkeys(("CreationDate", "ModDate", "Creator", "Producer")))
-    return {"svg": svg.getvalue(), "pdf": pdf.getvalue()}
+def picture(sheet: Sheet, kind: str) -> bytes:
+    """A figure's bytes; kind: svg or pdf. No date, no program."""
+    left_out = {"svg": ("Date", "Creator", "Format", "Type"), "pdf": ("CreationDate", "ModDate", "Creator", "Producer")}
+    raw = io.BytesIO()
+    sheet.figure.savefig(raw, format=kind, metadata=dict.fromkeys(left_out[kind]))
+    return raw.getvalue()
