@@ -78,6 +78,14 @@ def test_the_drawing_matplotlib_is_the_pinned_one(repo: Path) -> None:
     assert f"matplotlib=={style.DRAWN_WITH};" in (repo / "constraints.txt").read_text()
 
 
+def test_the_front_page_shows_the_bars_and_says_what_they_are(repo: Path, measured: list[sources.Measured]) -> None:
+    found = re.findall(r'<img src="([^"]+)"[^>]* alt="([^"]+)"', (repo / "README.md").read_text())
+    alt = dict(found)["experimental/figures/performance.svg"]
+    assert "geometric mean of library time / our time" in alt
+    assert all(entry.machine in alt for entry in measured)
+    assert all(target.name in alt.lower() for target in data.unmeasured(measured, TARGETS))
+
+
 def test_every_bar_from_the_raw_samples() -> None:
     """Each line of attention_performance.csv, computed from the report with the standard library alone."""
     kinds = {
