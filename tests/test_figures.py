@@ -179,6 +179,18 @@ def test_tampering_is_found(tmp_path: Path) -> None:
         assert (found := verdict("performance.svg", edited)) and "performance.svg: differs" in found
 
 
+def test_the_users_settings_of_matplotlib_change_nothing() -> None:
+    matplotlib = pytest.importorskip("matplotlib")
+    target = next(target for target in TARGETS if target.name == "h20")
+
+    def drawn() -> bytes:
+        return dict(plot.pictures([], [target], plot.FIGURES / plot.PUBLISHED, ["svg"]))["roofline_h20.svg"]
+
+    plain = drawn()
+    with matplotlib.rc_context({"font.size": 20.0, "axes.labelpad": 30.0, "svg.fonttype": "none", "font.family": ["serif"]}):
+        assert drawn() == plain
+
+
 def test_another_matplotlib_writes_nothing(lab: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(style, "DRAWN_WITH", "0.0.1")
     with pytest.raises(UserError, match=r"0\.0\.1 drew them"):

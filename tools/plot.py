@@ -41,8 +41,6 @@ def pictures(
     measured: Sequence[Measured], targets: Sequence[Target], published: Path, kinds: Sequence[str] = ("svg", "pdf")
 ) -> Iterator[tuple[str, bytes]]:
     """(file name, content) of each picture, drawn when it is asked for. Needs matplotlib."""
-    import matplotlib
-
     from tools.figures import cells, performance, published_reference, roofline, style
 
     def sheets() -> Iterator[tuple[str, style.Sheet]]:
@@ -53,7 +51,7 @@ def pictures(
             yield f"roofline_{target.name}", roofline.draw(target, own)
         yield "published_reference", published_reference.draw(data.published(published), measured)
 
-    with matplotlib.rc_context(style.RC):
+    with style.settings():
         for name, sheet in sheets():
             for kind in kinds:
                 yield f"{name}.{kind}", style.picture(sheet, kind)

@@ -7,10 +7,13 @@ same matplotlib give the same bytes on every machine.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import math
+from collections.abc import Iterator
 from typing import Any
 
+import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap, to_hex, to_rgb
 from matplotlib.figure import Figure
@@ -56,6 +59,15 @@ def _contrast(first: str, second: str) -> float:
 def ratio_text(ratio: float) -> str:
     """Two decimals below 10, so that 0.99 and 1.01 are told apart."""
     return f"{ratio:.2f}" if ratio < 9.995 else f"{ratio:.0f}"
+
+
+@contextlib.contextmanager
+def settings() -> Iterator[None]:
+    """Draw inside of this: matplotlib's defaults with RC, whatever the user's own matplotlibrc says."""
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update(RC)
+        yield
 
 
 class Sheet:
