@@ -24,7 +24,7 @@ from tools.figures import data, sources
 pytest.importorskip("matplotlib", reason="the extra `figures` is not installed")
 from tools.figures import cells, roofline, style
 
-H200 = "h200-portable.json"
+H200 = next(name for name in sources.listing(plot.FIGURES / plot.REPORTS)[0] if name.startswith("h200-"))
 TARGETS = [load_target(name) for name in target_names()]
 
 
@@ -95,7 +95,13 @@ def test_every_bar_from_the_raw_samples() -> None:
         "decode": ("decode", None),
     }
     lines = [line for line in rows((plot.FIGURES / "attention_performance.csv").read_text()) if line["status"] == "measured"]
-    assert len(lines) == len({(line["report"], line["group"], line["mode"], line["library"]) for line in lines}) == 46
+    assert len(lines) == len({(line["report"], line["group"], line["mode"], line["library"]) for line in lines})
+    assert {(line["report"], line["group"], line["mode"]) for line in lines} == {
+        (name, group, mode)
+        for name in sources.listing(plot.FIGURES / plot.REPORTS)[0]
+        for group in kinds
+        for mode in ("cold", "hot")
+    }
     loaded = {name: json.loads((plot.EVIDENCE / name).read_text()) for name in {line["report"] for line in lines}}
     for line in lines:
         kind, batch = kinds[line["group"]]
@@ -257,25 +263,28 @@ def test_nan_and_broken_files_are_refused(lab: Path) -> None:
 
 
 def more_evidence(lab: Path) -> None:
-    for name in ("a100-on-h200-compatibility.json", "h200-judge.json", "mutation-h200.json"):
-        shutil.copy(plot.EVIDENCE / name, lab / "evidence")
+    """The same evaluation again, a compatibility run, and a record that is no report."""
+    for name in ("again.json", "proxy.json"):
+        shutil.copy(lab / "evidence" / H200, lab / "evidence" / name)
+    change(lab / "evidence" / "proxy.json", lambda r: r.update(compatibility=True))
+    (lab / "evidence" / "mutation.json").write_text('{"kind": "mutation", "version": 1}')
 
 
 def test_other_records_and_compatibility_runs_need_no_name(lab: Path) -> None:
     more_evidence(lab)
-    name_reports(lab, [H200], {"h200-judge.json": "x"})
+    name_reports(lab, [H200], {"again.json": "x"})
     assert [entry.name for entry in read(lab)] == [H200]
 
 
 @pytest.mark.parametrize(
     ("listing", "words"),
     [
-        ({"drawn": ["a100-on-h200-compatibility.json"], "left_out": {H200: "x", "h200-judge.json": "x"}}, "compatibility"),
+        ({"drawn": ["proxy.json"], "left_out": {H200: "x", "again.json": "x"}}, "compatibility"),
         ({"drawn": ["missing.json"], "left_out": {}}, "missing.json: no such report"),
         ({"drawn": [H200, H200], "left_out": {}}, "named twice"),
         ({"drawn": ["../" + H200], "left_out": {}}, "no file name"),
-        ({"drawn": [H200, "h200-judge.json"], "left_out": {}}, "of one target and machine"),
-        ({"drawn": [H200], "left_out": {}}, "h200-judge.json: a full pass that"),
+        ({"drawn": [H200, "again.json"], "left_out": {}}, "of one target and machine"),
+        ({"drawn": [H200], "left_out": {}}, "again.json: a full pass that"),
         ({"drawn": H200, "left_out": {}}, "drawn: a list"),
     ],
 )  # fmt: skip
