@@ -277,6 +277,23 @@ def test_a_pass_is_long_enough_and_its_inputs_exceed_the_cache_twice(name: str) 
         assert shared == 1 <= hot
 
 
+# ---------------------------------------------------------------- the report
+
+
+@pytest.mark.parametrize("name", ["h200-portable", "a100-on-h200-compatibility", "cpu-avx2", "cpu-avx512"])
+def test_a_report_of_another_machine_is_computed_again(name: str, repo: Path) -> None:
+    """Logarithms and exponentials differ in the last digit between machines; anything more is a changed figure."""
+    found = json.loads((repo / "experimental/evidence" / f"{name}.json").read_text())
+    assert report.recompute(found) == []
+    found["timing"]["geomeans"]["cold"]["full"]["best"]["ratio"] *= 1 + 1e-9
+    assert report.recompute(found) == ["the geometric means are not those of the cells"]
+
+
+def test_a_report_with_a_number_that_is_none_has_no_hash() -> None:
+    with pytest.raises(UserError, match="not JSON compliant"):
+        report.own_hash({"hashes": {}, "run": {"seconds": math.nan}})
+
+
 # ---------------------------------------------------------------- objective and promotion
 
 

@@ -140,8 +140,14 @@ def validate(report: dict[str, Any]) -> None:
 
 
 def own_hash(report: dict[str, Any]) -> str:
-    """SHA-256 of a report's canonical JSON without this hash: finds accidents and single edits, not a rewritten whole."""
-    return sha256_json({**report, "hashes": {**report["hashes"], "report": ""}})
+    """SHA-256 of a report's canonical JSON without this hash: finds accidents and single edits, not a rewritten whole.
+
+    UserError where a number is not finite: JSON knows none, and `finite` writes them as text.
+    """
+    try:
+        return sha256_json({**report, "hashes": {**report["hashes"], "report": ""}})
+    except ValueError as problem:
+        raise UserError(f"report: {problem}") from None
 
 
 def write(path: Path, report: dict[str, Any]) -> dict[str, Any]:
@@ -248,6 +254,17 @@ def geomeans(cells: list[dict[str, Any]]) -> dict[str, Any]:
     return found
 
 
+def _alike(one: Any, other: Any) -> bool:
+    """Equal but for the last digits of floats: another machine's logarithms round otherwise."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_alike(one[key], other[key]) for key in one)
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(_alike, one, other))
+    if isinstance(one, float) and isinstance(other, float):
+        return math.isclose(one, other, rel_tol=1e-12)
+    return bool(one == other)
+
+
 def recompute(report: dict[str, Any]) -> list[str]:
     """Differences between the figures of a report and what its samples give; empty where all agree."""
     problems: list[str] = []
@@ -264,6 +281,6 @@ def recompute(report: dict[str, Any]) -> list[str]:
     for got, want in zip(timing["cells"], cells, strict=True):
         if got != want:
             problems.append(f"{got['name']}: the ratios are not those of its medians")
-    if geomeans(cells) != timing["geomeans"]:
+    if not _alike(geomeans(cells), timing["geomeans"]):
         problems.append("the geometric means are not those of the cells")
     return problems
