@@ -23,7 +23,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tools.core.errors import CommandParser, UserError, run_command
-from tools.core.files import REPO_ROOT, show_path
+from tools.core.files import REPO_ROOT, read_bytes, show_path
 from tools.evaluator.statistics import geometric_mean, median
 
 DOCUMENTS = ("README.md", "experimental/README.md")
@@ -134,7 +134,7 @@ def searches(folder: Path) -> list[str]:
     with packed.opened(folder) as plain:
         state = Run.open(plain).state
     promoted = sum(audit.accepted for audit in state.audits.values())
-    place = f"[{state.name}]({folder.relative_to(REPO_ROOT / 'experimental').as_posix()}/report/report.html)"
+    place = f"[{state.name}]({folder.relative_to(folder.parents[2]).as_posix()}/report/report.html)"  # from experimental/
     tokens = "not shown to the agent" if state.tokens is None else f"{state.tokens:,}"
     return [f"| {place} | {state.target} | {state.audited} | {promoted} | {state.speedup:.2f}x | {tokens} |"]
 
@@ -185,6 +185,17 @@ def rendered(text: str, where: str, root: Path = REPO_ROOT) -> str:
     if text.count("<!-- table: ") != len(TABLE.findall(text)):
         raise UserError(f"{where}: a table without its end: <!-- end of table --> stands below each")
     return TABLE.sub(table, text)
+
+
+def stale(root: Path) -> list[str]:
+    """Every table of the documents below `root` that is not its evidence, as "DOCUMENT: KIND PATH..."."""
+    found = []
+    for name in DOCUMENTS:
+        text = read_bytes(root / name).decode("utf-8")
+        fresh = rendered(text, name, root)
+        pairs = zip(TABLE.finditer(text), TABLE.finditer(fresh), strict=True)
+        found += [f"{name}: {old[2]} {old[3]}" for old, new in pairs if old[0] != new[0]]
+    return found
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -20,7 +20,7 @@ from typing import Any
 
 from tools.core.config import EXPERIMENTAL
 from tools.core.errors import UserError
-from tools.core.files import REPO_ROOT, file_lock, make_folder, read_bytes, show_path, write_atomic, write_new
+from tools.core.files import REPO_ROOT, file_lock, make_folder, read_bytes, sha256_file, show_path, write_atomic, write_new
 from tools.evaluator.report import case_path
 from tools.search import log, packed
 from tools.search.records import ROOT
@@ -57,7 +57,7 @@ def publish(run: Run, name: str | None = None, experimental: Path = EXPERIMENTAL
         work.chmod(0o755)
         _refuse_taken(folder)
         os.rename(work, folder)
-        _list(listed, _entry(run, folder, experimental.parent))
+        _list(listed, entry(run, folder, experimental.parent))
     except OSError as problem:
         raise UserError(f"{show_path(folder)}: cannot be written: {problem.strerror or problem}") from None
     finally:
@@ -87,8 +87,9 @@ def _content(run: Run) -> dict[str, bytes]:
 # ---------------------------------------------------------------- the list of what is published
 
 
-def _entry(run: Run, folder: Path, top: Path) -> dict[str, Any]:
+def entry(run: Run, folder: Path, top: Path) -> dict[str, Any]:
     """A published run as the archive lists it, its path relative to `top`."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
     return {
         "path": folder.relative_to(top).as_posix(),
         "name": run.manifest["name"],
@@ -96,7 +97,8 @@ def _entry(run: Run, folder: Path, top: Path) -> dict[str, Any]:
         "contract": run.state.contract,
         "attempts": run.state.audited,
         "log": run.lines[-1]["hash"],
-        "bytes": sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()),
+        "bytes": sum(path.stat().st_size for path in files),
+        "files": {path.relative_to(folder).as_posix(): sha256_file(path) for path in files},
     }
 
 
@@ -112,11 +114,11 @@ def _read_archive(path: Path) -> dict[str, Any]:
     return dict(archive)
 
 
-def _list(path: Path, entry: dict[str, Any]) -> None:
+def _list(path: Path, listed: dict[str, Any]) -> None:
     """Add a run to the list, or renew the entry of a folder that was deleted since."""
     with file_lock(REPO_ROOT / ".cache" / "archive.lock"):
         archive = _read_archive(path)
-        archive["runs"] = [run for run in archive["runs"] if run["path"] != entry["path"]] + [entry]
+        archive["runs"] = [run for run in archive["runs"] if run["path"] != listed["path"]] + [listed]
         archive["runs"].sort(key=lambda run: str(run["path"]))
         validate("archive", archive, show_path(path))
         write_atomic(path, json.dumps(archive, indent=1, ensure_ascii=False) + "\n")
