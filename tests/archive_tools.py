@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import hashlib
 import json
 import lzma
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -32,6 +32,23 @@ def copied(root: Path, to: Path) -> Path:
     for name in DOCUMENTS:
         shutil.copyfile(root / name, to / name)
     return to
+
+
+@contextlib.contextmanager
+def restored(root: Path) -> Iterator[Path]:
+    """A folder to tamper with; it is as it was afterwards. Sooner done than a copy a test."""
+    before = {path: path.read_bytes() for path in root.rglob("*") if path.is_file()}
+    folders = {path for path in root.rglob("*") if path.is_dir()}
+    yield root
+    for path in sorted(root.rglob("*"), reverse=True):  # what a folder holds comes before it
+        if path.is_symlink() or (path.is_file() and path not in before):
+            path.unlink()
+        elif path.is_dir() and path not in folders:
+            path.rmdir()
+    for path, data in before.items():
+        if not path.is_file() or path.read_bytes() != data:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)
 
 
 def put(root: Path, name: str, content: Any) -> None:
@@ -155,16 +172,9 @@ class Quick:
         targets.load = self._load
 
     def _targets(self, root: Path) -> dict[str, Any]:
-        files = [(path.relative_to(root), sha256_file(path)) for path in sorted((root / "experimental").rglob("*.yaml"))]
-        known = self._once(files, lambda: (root, self._load(root)))
-
-        def here(path: Path) -> Path:
-            return root / path.relative_to(known[0])
-
-        return {
-            name: dataclasses.replace(target, root=here(target.root), path=here(target.path))
-            for name, target in known[1].items()
-        }
+        files = [(str(path), sha256_file(path)) for path in sorted((root / "experimental").rglob("*.yaml"))]
+        found: dict[str, Any] = self._once(files, lambda: self._load(root))
+        return found
 
     def _evidence(self, root: Path, name: str, known: dict[str, Any]) -> Any:
         sections = [(target.name, target.sections) for target in known.values()]

@@ -28,6 +28,7 @@ from archive_tools import (
     put,
     relisted,
     repack,
+    restored,
 )
 from ir_tools import unsynced
 
@@ -53,8 +54,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory, quick: Quick) -> Path:
 
 
 @pytest.fixture
-def root(whole: Path, tmp_path: Path) -> Path:
-    return copied(whole, tmp_path)
+def root(whole: Path) -> Iterator[Path]:
+    with restored(whole):
+        yield whole
 
 
 def caught(quick: Quick, root: Path, tamper: Tamper, *words: str) -> None:
