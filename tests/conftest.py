@@ -6,6 +6,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from archive_fixtures import archive, verifier, whole_archive  # noqa: F401
 from ir_fixtures import copy, finished, folder, make, run, scripted  # noqa: F401
 
 

@@ -134,6 +134,6 @@ def update(root: Path) -> list[str]:
 
 def _same_names(there: list[str], listed: list[str]) -> None:
     if extra := sorted(set(there) - set(listed)):
-        raise UserError(f"{extra[0]}: lies there, and {derive.ARCHIVE} does not list it")
+        raise UserError(f"{extra[0]}: lies there, and {derive.ARCHIVE} does not list it: is it new? verify_archive.py --update")
     if missing := sorted(set(listed) - set(there)):
         raise UserError(f"{missing[0]}: is missing, and {derive.ARCHIVE} lists it")
