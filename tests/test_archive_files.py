@@ -189,7 +189,7 @@ def replace(name: str, old: str, new: str) -> Tamper:
     def tamper(root: Path) -> None:
         text = (root / name).read_text()
         assert old in text
-        (root / name).write_text(text.replace(old, new))
+        (root / name).write_text(text.replace(old, new), errors="surrogateescape")
 
     return tamper
 
@@ -222,6 +222,7 @@ TABLES = [
     ("words", "experimental/README.md", "| every_length | 20 |", "| every_length | 21 |", "checks"),
     ("a search", "experimental/README.md", "| 1.22x |", "| 2.22x |", "searches"),
     ("evidence", "README.md", "grid experimental/evidence/h200-portable", "grid experimental/evidence/h200-better", "h200-better"),
+    ("bytes that are no text", "README.md", "measured", "measur\udcef", "not UTF-8"),
     ("an end", "README.md", "<!-- end of table -->", "", "without its end"),
 ]  # fmt: skip
 

@@ -191,7 +191,10 @@ def stale(root: Path) -> list[str]:
     """Every table of the documents below `root` that is not its evidence, as "DOCUMENT: KIND PATH..."."""
     found = []
     for name in DOCUMENTS:
-        text = read_bytes(root / name).decode("utf-8")
+        try:
+            text = read_bytes(root / name).decode("utf-8")
+        except UnicodeDecodeError:
+            raise UserError(f"{name}: not UTF-8") from None
         fresh = rendered(text, name, root)
         pairs = zip(TABLE.finditer(text), TABLE.finditer(fresh), strict=True)
         found += [f"{name}: {old[2]} {old[3]}" for old, new in pairs if old[0] != new[0]]

@@ -77,6 +77,6 @@ def _kind_and_target(name: str, record: dict[str, Any]) -> tuple[str, str]:
 
 
 def _known(name: str, target: Any, targets: dict[str, Target]) -> Target:
-    if target not in targets:
+    if not isinstance(target, str) or target not in targets:
         raise UserError(f"{name}: target {target!r} is none of {', '.join(targets)}")
     return targets[target]
