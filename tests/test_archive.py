@@ -18,6 +18,7 @@ from tools.archive import reading
 from tools.archive.verify import update
 from tools.core.errors import UserError, run_command
 from tools.core.files import sha256_bytes
+from tools.search import packed
 from tools.search.schemas import validate
 from tools.verify_archive import main
 
@@ -147,6 +148,25 @@ def test_a_report_that_is_no_full_pass_measures_nothing(root: Path) -> None:
             update(root)
             status = {target["name"]: target["status"] for target in json.loads((root / ARCHIVE).read_bytes())["targets"]}
             assert status == {"a100": "not measured", "cpu": "measured", "h20": "not measured", "h200": "measured"}
+
+
+def test_promotions_of_a_report_are_computed_again(root: Path) -> None:
+    """The report of a search's last promotion, as evidence: root, incumbent and twin beside the candidate, two sessions."""
+    name = f"{EVIDENCE}/promoted.json"
+    data = packed.unpack((root / RUN / packed.NAME).read_bytes())["reports/E0007.json"]
+    assert json.loads(data)["promotion"]["promoted"]
+    (root / name).write_bytes(data)
+    update(root)
+    for change, words in (
+        (lambda report: report["promotion"].update(promoted=False), "promotion.promoted is False"),
+        (lambda report: report["promotion"]["comparison"]["clocks"]["judge"].update(gain=0.5), "clocks.judge.gain is 0.5"),
+        (lambda report: report["timing"]["again"][0].pop(), "of the workloads is missing"),
+        (lambda report: report["objective"]["others"].update(root=9.0), "objective.others.root is 9.0"),
+    ):
+        (root / name).write_bytes(data)
+        forge_report(root, name, change)
+        with pytest.raises(UserError, match=words):
+            update(root)
 
 
 def test_another_selected_source_is_said(root: Path) -> None:
