@@ -93,7 +93,7 @@ def forge_report(root: Path, name: str, change: Change) -> None:
 def _own_hash(found: Any) -> str:
     try:
         return report.own_hash(found)
-    except ValueError:  # NaN has no canonical form
+    except UserError:  # NaN has no canonical form
         return "0" * 64
 
 

@@ -60,7 +60,7 @@ def test_the_packaged_archive_holds(repo: Path) -> None:
     assert done.stderr.strip() == "False"
     assert found["seconds"] < 20
     counts = {part["part"]: part["counts"] for part in found["parts"]}
-    assert list(counts) == ["files", "targets", "evidence", "searches", "archive", "documents"]
+    assert list(counts) == ["files", "targets", "evidence", "searches", "archive", "figures", "documents"]
     assert counts["evidence"]["samples"] > 10_000 and counts["searches"]["reports"] >= 8
     assert counts["documents"]["tables"] >= 6 and counts["archive"]["derived files"] >= 3
 
@@ -76,7 +76,7 @@ def test_a_verification_writes_nothing(root: Path, capsys: pytest.CaptureFixture
     before = contents(root)
     assert command("--root", str(root)) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == ["files", "targets", "evidence", "searches", "archive", "documents", "holds"]
+    assert [line.split()[0] for line in lines] == ["files", "targets", "evidence", "searches", "archive", "figures", "documents", "holds"]
     edit(root, ARCHIVE, lambda archive: archive["targets"][0].update(status="measured"))
     before[root / ARCHIVE] = (root / ARCHIVE).read_bytes()
     assert command("--root", str(root)) == 1
@@ -123,6 +123,7 @@ def test_update_makes_all_of_it_again(root: Path) -> None:
 
 def test_update_takes_up_new_evidence(root: Path) -> None:
     shutil.copyfile(root / EVIDENCE / "h200-judge.json", root / EVIDENCE / "h200-again.json")
+    edit(root, "experimental/figures/reports.json", lambda found: found["left_out"].update({"h200-again.json": "a copy"}))
     assert command("--root", str(root)) == 1
     assert sorted(update(root)) == [ARCHIVE, "experimental/h200/validation.json"]
     assert command("--root", str(root)) == 0
@@ -202,7 +203,7 @@ def test_update_deletes_nothing(root: Path) -> None:
 
 
 def test_an_archive_without_searches(root: Path) -> None:
-    shutil.rmtree(root / RUN)
+    shutil.rmtree((root / RUN).parent)
     assert update(root) == [ARCHIVE]
     cpu = next(target for target in json.loads((root / ARCHIVE).read_bytes())["targets"] if target["name"] == "cpu")
     assert cpu["attempts"] == {"qualified": 0, "failed": 0}

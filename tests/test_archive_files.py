@@ -106,6 +106,10 @@ def evidence_of(archive: Any, name: str = V2) -> Any:
     return next(entry for entry in archive["evidence"] if entry["path"] == name)
 
 
+def run_of(archive: Any) -> Any:
+    return next(entry for entry in archive["runs"] if entry["path"] == RUN)
+
+
 def target_of(archive: Any, name: str) -> Any:
     return next(entry for entry in archive["targets"] if entry["name"] == name)
 
@@ -132,11 +136,11 @@ LISTS = [
     ("failed attempts", lambda a: target_of(a, "cpu")["attempts"].update(failed=0), "targets[cpu].attempts.failed is 0"),
     ("a target less", lambda a: a["targets"].remove(target_of(a, "h20")), "targets[h20] is missing"),
     ("a target more", lambda a: a["targets"].append({**target_of(a, "h20"), "name": "b200"}), "targets[b200]"),
-    ("a run's attempts", lambda a: a["runs"][0].update(attempts=8), "cpu-trial].attempts is 8"),
-    ("a run's log", lambda a: a["runs"][0].update(log="0" * 64), "cpu-trial].log"),
-    ("a run's bytes", lambda a: a["runs"][0].update(bytes=1), "cpu-trial].bytes is 1"),
+    ("a run's attempts", lambda a: run_of(a).update(attempts=8), "cpu-trial].attempts is 8"),
+    ("a run's log", lambda a: run_of(a).update(log="0" * 64), "cpu-trial].log"),
+    ("a run's bytes", lambda a: run_of(a).update(bytes=1), "cpu-trial].bytes is 1"),
     ("a run less", lambda a: a["runs"].pop(), f"{RUN}/report/lineage.svg: lies there"),
-    ("a run's files", lambda a: a["runs"][0].pop("files"), "files is missing"),
+    ("a run's files", lambda a: run_of(a).pop("files"), "files is missing"),
     ("a figure of nothing", lambda a: a["figures"].append({"path": "experimental/figures/x.svg", "sha256": "0" * 64, "evidence": [V2]}), "x.svg: is missing"),
     ("an unknown key", lambda a: a.update(more=1), "more"),
     ("another schema", lambda a: a.update(schema="areal-tik/archive/2"), "newer version"),

@@ -33,7 +33,7 @@ def validation_name(target: str) -> str:
 def derive(
     root: Path, targets: dict[str, Target], items: list[Item], searches: list[Search], figures: list[Any]
 ) -> dict[str, dict[str, Any]]:
-    """Content of every derived file by its name. `figures`: the archive's own list, which tools/plot.py keeps."""
+    """Content of every derived file by its name. `figures`: the archive's list of them."""
     found: dict[str, dict[str, Any]] = {
         ARCHIVE: {
             "schema": "areal-tik/archive/1",

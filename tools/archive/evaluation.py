@@ -198,7 +198,7 @@ def _check_objective(found: Report, target: Target, sessions: list[list[dict[str
     comparison = promotion.compare(sessions, weights) if said["comparison"] is not None else None
     limit = float(target.config["limits"]["max_slowdown"])
     sealed = _SEALED[said.get("sealed", "not run")]  # what happened there is the evaluator's word: nothing of it is kept
-    again = promotion.record(sessions[0], comparison, root or None, limit, said["blockers"], sealed)
+    again = promotion.record(sessions, comparison, root or None, limit, said["blockers"], sealed)
     for key in ("admissible", "promoted"):
         _agree(said[key], again[key], f"promotion.{key}")
     if comparison is not None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tools import tables
-from tools.archive import derive, evidence, searches
+from tools.archive import derive, evidence, figures, searches
 from tools.archive import targets as packaged
 from tools.archive.reading import difference, files_below, plain, read_json
 from tools.core.config import Target
@@ -38,6 +38,7 @@ class Verification:
         yield "evidence", self.check_evidence
         yield "searches", self.check_searches
         yield "archive", self.check_archive
+        yield "figures", self.check_figures
         yield "documents", self.check_documents
 
     def check_files(self) -> Counts:
@@ -55,14 +56,15 @@ class Verification:
                 )
             of_runs |= {f"{run['path']}/{name}": digest for name, digest in run["files"].items()}
         _same_names(searches.files(self.root), list(of_runs))
-        figures = {figure["path"]: figure["sha256"] for figure in self.stated["figures"]}
+        drawn = {figure["path"]: figure["sha256"] for figure in self.stated["figures"]}
+        _same_names(files_below(self.root, figures.FIGURES) if (self.root / figures.FIGURES).is_dir() else [], list(drawn))
         for figure in self.stated["figures"]:
             for name in figure["evidence"]:
                 plain(self.root, name)
-        for name, digest in {**listed, **of_runs, **figures}.items():
+        for name, digest in {**listed, **of_runs, **drawn}.items():
             if (actual := sha256_file(plain(self.root, name))) != digest:
                 raise UserError(f"{name}: has sha256 {actual[:12]}..., {derive.ARCHIVE} states {digest[:12]}...")
-        return {"evidence": len(listed), "of searches": len(of_runs), "figures": len(figures)}
+        return {"evidence": len(listed), "of searches": len(of_runs), "figures": len(drawn)}
 
     def check_targets(self) -> Counts:
         """Every config fits its schema, and its sources and headers have their hashes."""
@@ -89,6 +91,10 @@ class Verification:
         sums = {key: sum(search.checked[key] for search in self.searches) for key in ("lines", "records", "reports")}
         return {"runs": len(self.searches), **sums}
 
+    def check_figures(self) -> Counts:
+        """The data of every figure follows from the evidence."""
+        return {"data files": figures.check(self.root, self.targets)}
+
     def check_archive(self) -> Counts:
         """archive.json and every validation.json say what follows from all that."""
         found = self.derived()
@@ -107,8 +113,7 @@ class Verification:
 
     def derived(self) -> dict[str, dict[str, Any]]:
         """What the derived files should say, by name."""
-        figures = self.stated.get("figures", [])
-        return derive.derive(self.root, self.targets, self.items, self.searches, figures)
+        return derive.derive(self.root, self.targets, self.items, self.searches, figures.entries(self.root))
 
     def _read(self, name: str) -> dict[str, Any]:
         content = read_json(self.root, name)
