@@ -76,7 +76,16 @@ def test_a_verification_writes_nothing(root: Path, capsys: pytest.CaptureFixture
     before = contents(root)
     assert command("--root", str(root)) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == ["files", "targets", "evidence", "searches", "archive", "figures", "documents", "holds"]
+    assert [line.split()[0] for line in lines] == [
+        "files",
+        "targets",
+        "evidence",
+        "searches",
+        "archive",
+        "figures",
+        "documents",
+        "holds",
+    ]
     edit(root, ARCHIVE, lambda archive: archive["targets"][0].update(status="measured"))
     before[root / ARCHIVE] = (root / ARCHIVE).read_bytes()
     assert command("--root", str(root)) == 1

@@ -26,6 +26,7 @@ from archive_tools import (
     relisted,
 )
 
+from tools.archive.verify import update
 from tools.core.files import sha256_file
 
 # ---------------------------------------------------------------- files
@@ -54,7 +55,7 @@ def search_elsewhere(root: Path) -> None:
     shutil.copytree(root / RUN, root / "experimental/h20/search/cpu-trial")
 
     def move(archive: Any) -> None:
-        (entry,) = archive["runs"]
+        entry = run_of(archive)
         archive["runs"].append({**entry, "path": "experimental/h20/search/cpu-trial", "target": "h20"})
 
     edit(root, ARCHIVE, move)
@@ -62,6 +63,22 @@ def search_elsewhere(root: Path) -> None:
 
 def stray(root: Path) -> None:
     shutil.copyfile(root / "experimental/cpu/validation.json", root / "experimental/h20/validation.json")
+
+
+def append(name: str, text: str) -> Tamper:
+    def tamper(root: Path) -> None:
+        with open(root / name, "a") as stream:
+            stream.write(text)
+
+    return tamper
+
+
+def edit_csv(root: Path) -> None:
+    """A ratio in the data of a figure, its hash in the archive mended."""
+    name = "experimental/figures/attention_performance.csv"
+    text = (root / name).read_text()
+    (root / name).write_text(text.replace("0.", "1.", 1))
+    update(root)
 
 
 FILES = [
@@ -90,6 +107,10 @@ FILES = [
     ("a text of nothing", lambda root: (root / f"{EVIDENCE}/fuzz-h200.txt").write_text("all agree") and relisted(root), "fuzz-h200.txt", "no output"),
     ("a search elsewhere", search_elsewhere, "experimental/h20/search/cpu-trial", "is a search of target 'cpu'"),
     ("validation of nothing", stray, "experimental/h20/validation.json", "no full evaluation"),
+    ("an edited figure", append("experimental/figures/performance.svg", "<!-- -->"), "performance.svg", "has sha256"),
+    ("an edited line of a figure", edit_csv, "attention_performance.csv", "not what the evidence gives"),
+    ("a figure more", append("experimental/figures/more.svg", "<svg/>"), "figures/more.svg", "does not list it"),
+    ("a figure less", lambda root: (root / "experimental/figures/performance.pdf").unlink(), "performance.pdf", "is missing"),
     ("an edited page", lambda root: (root / RUN / "report/report.html").write_text("9.9x"), f"{RUN}/report/report.html", "has sha256"),
 ]  # fmt: skip
 
@@ -179,14 +200,6 @@ def select_witness(root: Path) -> None:
     source = root / "experimental/cpu/kernels/unified_attn.cpp"
     text = text.replace("source: kernels/unified_attn.cpp", "source: kernels/witness.cpp")
     path.write_text(text.replace(sha256_file(source), sha256_file(root / "experimental/cpu/kernels/witness.cpp")))
-
-
-def append(name: str, text: str) -> Tamper:
-    def tamper(root: Path) -> None:
-        with open(root / name, "a") as stream:
-            stream.write(text)
-
-    return tamper
 
 
 def replace(name: str, old: str, new: str) -> Tamper:

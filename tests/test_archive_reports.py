@@ -29,8 +29,12 @@ from archive_tools import (
     relisted,
 )
 
+from tools import plot
+from tools.archive.figures import FIGURES
 from tools.archive.verify import update
+from tools.core.config import load_target
 from tools.core.files import sha256_json
+from tools.figures.sources import read
 
 # ---------------------------------------------------------------- reports, all their hashes mended
 
@@ -185,6 +189,12 @@ def test_a_sample_on_which_nothing_hangs_is_caught_by_the_hashes(verifier: Quick
     edit(archive, V1, largest)
     relisted(archive)
     assert (problem := verifier.problem(archive)) and "cpu-avx512.json].sha256" in problem  # in validation.json
+    update(archive)
+    assert (problem := verifier.problem(archive)) and "attention_performance" in problem  # which names the report's hash
+    targets = [load_target(config=path) for path in sorted((archive / "experimental").glob("*/config.yaml"))]
+    measured = read(archive / EVIDENCE, archive / FIGURES / "reports.json", targets)
+    for name, content in plot.tables(measured, targets).items():
+        (archive / FIGURES / name).write_bytes(content)
     update(archive)
     assert verifier.problem(archive) is None
 
