@@ -70,6 +70,12 @@ def test_poison_and_snapshot() -> None:
     tensor = torch.empty(3, 128, dtype=torch.bfloat16)
     poison_(tensor)
     assert unwritten(tensor) == tensor.numel() and bool(tensor.isnan().all())
+    for dtype in (torch.bfloat16, torch.float32):
+        for left in (0, 1, 200):
+            written = torch.randn(3, 128).to(dtype)
+            poison_(written.reshape(-1)[:left])
+            assert unwritten(written) == left and unwritten(written[:, 100:]) == (28 if left == 200 else 0)
+    assert unwritten(tensor[:0]) == 0
     tensor.normal_()
     before = snapshot(tensor)
     assert unchanged(tensor, before)

@@ -29,9 +29,9 @@ def words_differ(a: Any, b: Any) -> Difference:
     if a.shape != b.shape or a.dtype != b.dtype:
         raise AssertionError(f"comparing {tuple(a.shape)} {a.dtype} with {tuple(b.shape)} {b.dtype}")
     x, y = raw(a), raw(b)
-    unequal = x != y
-    if not bool(unequal.any()):
+    if torch.equal(x, y):
         return Difference(x.numel(), 0, None)
+    unequal = x != y
     count = int(unequal.sum())
     flat = int(unequal.reshape(-1).to(torch.uint8).argmax())
     where = []
@@ -53,8 +53,11 @@ def poison_(tensor: Any) -> None:
 
 
 def unwritten(tensor: Any) -> int:
-    """Words that still hold the poison."""
-    return int(torch.count_nonzero(raw(tensor) == (POISON if tensor.element_size() == 2 else 0x7FFFFFFF)))
+    """Words that still hold the poison: the largest signed word, so that a maximum says quickly that there are none."""
+    words, poison = raw(tensor), POISON if tensor.element_size() == 2 else 0x7FFFFFFF
+    if not words.numel() or int(words.amax()) != poison:
+        return 0
+    return int(torch.count_nonzero(words == poison))
 
 
 def _once(tensor: Any) -> Any:
