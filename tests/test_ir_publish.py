@@ -216,8 +216,9 @@ def noisy(content: Any, draw: random.Random) -> Any:
     return [noisy(item, draw) for item in content] if isinstance(content, list) else content
 
 
-def test_another_attempt_costs_less_than_15_kilobytes(repo: Path) -> None:
-    """Reports of the size of real ones, with four kernels and a baseline in every cell; one that failed has none of them."""
+def test_another_attempt_costs_less_than_20_kilobytes(repo: Path) -> None:
+    """Reports of the size of real ones, measured once, with four kernels and a baseline in every cell; one that failed has
+    none of them, one that was measured again has more."""
     draw = random.Random(2)
     real = json.loads((repo / "experimental" / "evidence" / "cpu-avx2.json").read_bytes())
     for cell in real["timing"]["cells"]:
@@ -228,4 +229,4 @@ def test_another_attempt_costs_less_than_15_kilobytes(repo: Path) -> None:
         files = {f"reports/E{n:04d}.json": (json.dumps(noisy(real, draw), indent=1) + "\n").encode() for n in range(attempts)}
         return len(packed.pack(files))
 
-    assert (size(12) - size(4)) / 8 < 15_000
+    assert (size(12) - size(4)) / 8 < 20_000
