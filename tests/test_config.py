@@ -12,6 +12,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tools import load_kernel
 from tools.core.config import SECTIONS, Target, load_target, target_names
 from tools.core.errors import UserError
 from tools.core.hashes import update_hashes
@@ -139,6 +140,17 @@ def test_changed_source_is_refused_until_hashes_are_updated(tree: Path) -> None:
     changed = [(old, new) for old, new in zip(before.splitlines(), after.splitlines(), strict=True) if old != new]
     assert len(changed) == 1
     load_target(config=tree / CPU).verified_files()
+
+
+def test_hashes_of_kernels_that_are_not_selected_are_updated_too(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, config = tree / "h200" / "kernels" / "unified_attn_ext.cu", tree / "h200" / "hopper.yaml"
+    monkeypatch.setattr(load_kernel, "EXPERIMENTAL", tree)
+    for options in (["--update-hashes"], ["--update-hashes", "--gpu", "h200"], ["--update-hashes", "--config", str(config)]):
+        source.write_text(source.read_text() + "\n// changed\n")
+        with pytest.raises(UserError, match=r"unified_attn_ext.cu has changed"):
+            load_target(config=config).verified_files()
+        assert load_kernel.main(options) == 0
+        load_target(config=config).verified_files()
 
 
 def test_changed_header_and_missing_file_are_refused(tree: Path) -> None:
