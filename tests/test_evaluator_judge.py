@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -278,6 +279,38 @@ def test_a_promotion_goes_through_the_sealed_cases(tmp_path: Path, monkeypatch: 
     (tmp_path / "report.json").unlink()
     got = evaluate(tmp_path, root=honest, incumbent=honest)
     assert got["promotion"]["sealed"] == "failed" and got["promotion"]["reason"] == "the sealed cases failed"
+
+
+def test_a_cell_in_doubt_is_measured_again_with_the_promotion(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The candidate of the first session seems 12 % slower than the root in a cell, but not beyond its noise."""
+
+    def session(passes: list[float]) -> list[dict[str, Any]]:
+        kernels = {
+            name: {"median_us": times[4], "interval_us": [times[0], times[-1]], "samples_us": times, "pass_us": times}
+            for name, times in (("candidate", passes), ("root", [100.0] * 9))
+        }
+        return [{"name": "p", "phase": "full", "modes": {"cold": {"kernels": kernels, "baselines": {}}}}]
+
+    noisy, quick, slow = [100.0, 101.0, 102.0, 112.0, 112.0, 112.0, 113.0, 118.0, 119.0], [101.0] * 9, [112.0] * 9
+    verdicts = {1: "unclear", 2: "better"}
+    monkeypatch.setattr(
+        race.promotion, "compare", lambda found, w, noise=True: {"verdict": verdicts[len(found)], "why": "said so"}
+    )
+    for first, second, again, promoted in (
+        (noisy, quick, 1, True),
+        (noisy, [113.0] * 9, 1, False),
+        (slow, quick, 0, False),
+    ):
+        made = object.__new__(judge.Judge)
+        made.builds, made.guards, made.limits = {"incumbent": None}, Guards(), {"max_slowdown": 1.1}  # type: ignore[dict-item]
+        made.record = {"objective": {"cells": [{"name": "p", "weight": 1.0}]}, "timing": {"again": []}}
+        made._show = quiet
+        replaced = {"_blockers": lambda root: [], "_stage": lambda name: nullcontext(), "_sealed": lambda: True}
+        for name, function in {**replaced, "_remeasure": lambda second=second: session(second)}.items():
+            monkeypatch.setattr(made, name, function)
+        made._promotion(session(first), {"p": 100.0})
+        assert len(made.record["timing"]["again"]) == again
+        assert made.record["promotion"]["promoted"] is promoted, made.record["promotion"]["reason"]
 
 
 def test_what_may_promote_nothing() -> None:

@@ -8,6 +8,7 @@ import os
 import random
 import socket
 import threading
+from dataclasses import FrozenInstanceError, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -519,6 +520,18 @@ def test_every_output_of_a_pass_is_compared_and_the_one_that_differs_named() -> 
     outputs[6].copy_(outputs[5])  # which read the changed one as its query
     with pytest.raises(Mismatch, match=r"output 5 of 7 timed calls .* 1 of 1792 words .*\[0, 1, 0, 17\]"):
         passes.verify(entry, 0, 7, everything=True)
+    arena.close()
+
+
+def test_a_call_keeps_the_references_of_its_tensors() -> None:
+    """A call whose tensors changed under it would be sent with the old ones."""
+    arena = Arena("cpu", 1 << 20)
+    first, second = arena.empty((1, 2, 1, 128)), arena.empty((1, 2, 1, 128))
+    call = Call("decode", first, first, first, first)
+    call.refs["o"] = arena.ref(first)
+    with pytest.raises(FrozenInstanceError):
+        call.o = second  # type: ignore[misc]
+    assert replace(call, o=second).refs == {}
     arena.close()
 
 

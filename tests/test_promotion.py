@@ -329,6 +329,8 @@ def test_a_root_that_ran_beside_the_candidate_is_compared_pass_by_pass() -> None
     assert not objective.admissible(noisy, {"p": 100.0}, 1.1, [quick])
     assert "mean of 2 sessions" in objective.admissible(noisy, {"p": 100.0}, 1.1, [slow])[0]
     assert objective.admissible(slower, {"p": 100.0}, 1.1, [quick] * 3)  # beyond doubt
+    for sessions, well in (([noisy], False), ([noisy, quick], True), ([noisy, slow], False), ([slower, quick], False)):
+        assert promotion.record(sessions, None, {"p": 100.0}, 1.1, [], None)["admissible"] is well
 
 
 # ---------------------------------------------------------------- the sealed cases
