@@ -311,6 +311,7 @@ def test_a_cell_in_doubt_is_measured_again_with_the_promotion(monkeypatch: pytes
         made._promotion(session(first), {"p": 100.0})
         assert len(made.record["timing"]["again"]) == again
         assert made.record["promotion"]["promoted"] is promoted, made.record["promotion"]["reason"]
+        assert made.record["promotion"]["sealed"] == ("passed" if promoted else "not run")
 
 
 def test_what_may_promote_nothing() -> None:
