@@ -140,7 +140,6 @@ def test_update_takes_up_new_evidence(root: Path) -> None:
     assert [entry["report"][len(EVIDENCE) + 1 :] for entry in reports] == [
         "h200-again.json",
         "h200-portable.json",
-        "h200-portable.json",
     ]
 
 

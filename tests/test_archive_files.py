@@ -4,6 +4,7 @@ caught, and the message names the thing."""
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -211,6 +212,19 @@ def replace(name: str, old: str, new: str) -> Tamper:
     return tamper
 
 
+def one_figure(row: str, unit: str, other: str) -> Tamper:
+    """The README's first figure in the row that begins so, whatever it is, is another."""
+
+    def tamper(root: Path) -> None:
+        text, count = re.subn(
+            rf"({re.escape(row)})[\d.,]+{unit}", rf"\g<1>{other}{unit}", (root / "README.md").read_text(), count=1
+        )
+        assert count == 1
+        (root / "README.md").write_text(text)
+
+    return tamper
+
+
 CONFIGS = [
     ("another selected source", select_witness, ARCHIVE, "targets[cpu].source is 'experimental/cpu/kernels/unified_attn.cpp'"),
     ("an edited source", append("experimental/cpu/kernels/unified_attn.cpp", "//\n"), "unified_attn.cpp", "has sha256"),
@@ -234,16 +248,16 @@ def test_a_changed_target_is_caught(verifier: Quick, archive: Path, tamper: Tamp
 
 
 TABLES = [
-    ("a time", "README.md", "41.1 µs", "31.1 µs", "grid"),
-    ("a ratio", "README.md", "| 0.43x |", "| 1.43x |", "summary"),
-    ("words", "experimental/README.md", "| every_length | 20 |", "| every_length | 21 |", "checks"),
-    ("a search", "experimental/README.md", "| 1.22x |", "| 2.22x |", "searches"),
-    ("evidence", "README.md", "grid experimental/evidence/h200-portable", "grid experimental/evidence/h200-better", "h200-better"),
-    ("bytes that are no text", "README.md", "measured", "measur\udcef", "not UTF-8"),
-    ("an end", "README.md", "<!-- end of table -->", "", "without its end"),
+    ("a time", one_figure("| batch 1 | ", " µs", "31.1"), "README.md", "grid"),
+    ("a ratio", one_figure("| full sequences, 32 cells | ", "x", "9.43"), "README.md", "summary"),
+    ("words", replace("experimental/README.md", "| every_length | 20 |", "| every_length | 21 |"), "experimental/README.md", "checks"),
+    ("a search", replace("experimental/README.md", "| 1.22x |", "| 2.22x |"), "experimental/README.md", "searches"),
+    ("evidence", replace("README.md", "grid experimental/evidence/h200", "grid experimental/evidence/h201"), "README.md", "h201"),
+    ("bytes that are no text", replace("README.md", "measured", "measur\udcef"), "README.md", "not UTF-8"),
+    ("an end", replace("README.md", "<!-- end of table -->", ""), "README.md", "without its end"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "old", "new", "words"), [row[1:] for row in TABLES], ids=[row[0] for row in TABLES])
-def test_an_edited_table_is_caught(verifier: Quick, archive: Path, name: str, old: str, new: str, words: str) -> None:
-    verifier.catches(archive, replace(name, old, new), name, words)
+@pytest.mark.parametrize(("tamper", "name", "words"), [row[1:] for row in TABLES], ids=[row[0] for row in TABLES])
+def test_an_edited_table_is_caught(verifier: Quick, archive: Path, tamper: Tamper, name: str, words: str) -> None:
+    verifier.catches(archive, tamper, name, words)
