@@ -41,24 +41,41 @@ __device__ __forceinline__ void named_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// A ring of stages: a full and an empty barrier each. `turn` counts uses; producer and consumers keep their own.
+__device__ __forceinline__ bool barrier_test(uint32_t barrier, uint32_t parity) {
+  uint32_t done;
+  asm volatile("{\n.reg .pred p;\nmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+               : "=r"(done)
+               : "r"(barrier), "r"(parity)
+               : "memory");
+  return done;
+}
+
+// A ring of one or two stages: a full and an empty barrier each. Producer and consumers keep their own places in it.
 template <int STAGES>
 struct Ring {
-  static constexpr int BYTES = 16 * STAGES;
-  uint32_t base, turn = 0;
+  static_assert(STAGES == 1 || STAGES == 2);
+  uint32_t base, stage = 0, parity = 0;
   __device__ explicit Ring(uint32_t address) : base(address) {}
-  __device__ uint32_t stage() const { return turn % STAGES; }
-  __device__ uint32_t parity() const { return turn / STAGES & 1; }
-  __device__ uint32_t full() const { return base + 8 * stage(); }
-  __device__ uint32_t empty() const { return base + 8 * (STAGES + stage()); }
+  __device__ uint32_t full() const { return base + 8 * stage; }
+  __device__ uint32_t empty() const { return base + 8 * (STAGES + stage); }
   __device__ void init(int readers) const {
     for (int i = 0; i < STAGES; ++i) {
       barrier_init(base + 8 * i, 1);
       barrier_init(base + 8 * (STAGES + i), readers);
     }
   }
-  __device__ void wait_empty() const { barrier_wait(empty(), parity() ^ 1); }
-  __device__ void wait_full() const { barrier_wait(full(), parity()); }
+  __device__ void advance() {
+    if constexpr (STAGES == 2) stage ^= 1;
+    parity ^= stage ^ 1;
+  }
+  __device__ Ring next() const {
+    Ring ring = *this;
+    ring.advance();
+    return ring;
+  }
+  __device__ void wait_empty() const { barrier_wait(empty(), parity ^ 1); }
+  __device__ void wait_full() const { barrier_wait(full(), parity); }
+  __device__ bool is_full() const { return barrier_test(full(), parity); }
 };
 
 // ----------------------------------------------------------------------------------------------------------------- TMA

@@ -95,35 +95,60 @@ __device__ __forceinline__ void weighted_values(float (&o)[64], const uint32_t (
 struct RowState {
   float m[2] = {MINUS_INFINITY, MINUS_INFINITY}, l[2] = {0.f, 0.f}, alpha[2], h[2];
 };
-__device__ __forceinline__ void row_maximum(int r, const float (&s)[64], RowState& row) {
-  float top = numerics::maximum(s[2 * r], s[2 * r + 1]);
-#pragma unroll
-  for (int n = 1; n < 16; ++n) top = numerics::maximum(top, numerics::maximum(s[4 * n + 2 * r], s[4 * n + 2 * r + 1]));
-  const float m = numerics::maximum(row.m[r], numerics::quad_maximum(top)), f = numerics::frame(m);
+__device__ __forceinline__ void set_maximum(int r, float m, RowState& row) {
+  const float f = numerics::frame(m);
   row.h[r] = numerics::scaled(f);
   row.alpha[r] = numerics::rescale(row.m[r], f);
   row.m[r] = m;
 }
-__device__ __forceinline__ void row_weights(int r, float (&s)[64], RowState& row) {
+__device__ __forceinline__ float row_maximum(int r, const float (&s)[64], float top) {
 #pragma unroll
-  for (int n = 0; n < 16; ++n)
-#pragma unroll
-    for (int e = 4 * n + 2 * r; e < 4 * n + 2 * r + 2; ++e) s[e] = numerics::probability(s[e], row.h[r]);
+  for (int n = 0; n < 16; ++n) top = numerics::maximum(numerics::maximum(top, s[4 * n + 2 * r]), s[4 * n + 2 * r + 1]);
+  return numerics::quad_maximum(top);
 }
-__device__ __forceinline__ void row_sum(int r, const float (&s)[64], RowState& row) {
-  row.l[r] = numerics::sum_first(row.l[r], row.alpha[r], s[2 * r]);
-  row.l[r] = numerics::sum_next(row.l[r], s[2 * r + 1]);
+// The same where `top` is not negative, in half as many instructions.
+__device__ __forceinline__ float row_maximum_above_zero(int r, const float (&s)[64], float top) {
+  float even = numerics::maximum_above_zero(top, s[2 * r], s[2 * r + 1]);
+  float odd = numerics::maximum_above_zero(top, s[4 + 2 * r], s[4 + 2 * r + 1]);
 #pragma unroll
-  for (int n = 1; n < 16; ++n)
-    row.l[r] = numerics::sum_next(numerics::sum_next(row.l[r], s[4 * n + 2 * r]), s[4 * n + 2 * r + 1]);
+  for (int n = 2; n < 16; n += 2) {
+    even = numerics::maximum_above_zero(even, s[4 * n + 2 * r], s[4 * n + 2 * r + 1]);
+    odd = numerics::maximum_above_zero(odd, s[4 * n + 4 + 2 * r], s[4 * n + 4 + 2 * r + 1]);
+  }
+  even = numerics::maximum_above_zero(even, odd, __shfl_xor_sync(~0u, numerics::maximum_above_zero(even, odd, odd), 2));
+  return numerics::maximum_above_zero(even, even, __shfl_xor_sync(~0u, even, 1));
+}
+// `above_zero`: no running maximum of this warp is negative.
+__device__ __forceinline__ void row_maxima(const float (&s)[64], RowState& row, bool above_zero) {
+  float m[2];
+  if (above_zero) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) m[r] = row_maximum_above_zero(r, s, row.m[r]);
+  } else {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) m[r] = row_maximum(r, s, row.m[r]);
+  }
+#pragma unroll
+  for (int r = 0; r < 2; ++r) set_maximum(r, m[r], row);
+}
+// Weights and sums of columns 8n .. 8n + 7 (of a thread two a row).
+__device__ __forceinline__ void weigh(int n, float (&s)[64], RowState& row) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) s[4 * n + i] = numerics::probability(s[4 * n + i], row.h[i / 2]);
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const float first = s[4 * n + 2 * r];
+    row.l[r] = n == 0 ? numerics::sum_first(row.l[r], row.alpha[r], first) : numerics::sum_next(row.l[r], first);
+    row.l[r] = numerics::sum_next(row.l[r], s[4 * n + 2 * r + 1]);
+  }
 }
 __device__ __forceinline__ void round_weights(const float (&s)[64], uint32_t (&p)[KEY_SLICES_N][4]) {
 #pragma unroll
   for (int i = 0; i < 32; ++i) p[i / 4][i % 4] = numerics::pack_bf16(s[2 * i], s[2 * i + 1]);
 }
-__device__ __forceinline__ void rescale_output(float (&o)[64], const RowState& row) {
+__device__ __forceinline__ void rescale_output(int n, float (&o)[64], const RowState& row) {
 #pragma unroll
-  for (int i = 0; i < 64; ++i) o[i] = numerics::multiply(o[i], row.alpha[i / 2 % 2]);
+  for (int i = 0; i < 4; ++i) o[4 * n + i] = numerics::multiply(o[4 * n + i], row.alpha[i / 2]);
 }
 // visible: keys of the tile that the thread's first row sees; its second sees eight more.
 __device__ __forceinline__ void mask_scores(float (&s)[64], int64_t visible, int lane) {
@@ -236,16 +261,16 @@ __global__ void __launch_bounds__(PREFILL_THREADS, 1)
       auto load_keys = [&](int number) {
         keys.wait_empty();
         const int64_t row = static_cast<int64_t>(number) * BLOCK_N;
-        fetch(Box<BLOCK_N>{shared.sK[keys.stage()], keys.full()}, map_k, p.k, p.k_stride, item.head_kv, row, seq.keys - row,
+        fetch(Box<BLOCK_N>{shared.sK[keys.stage], keys.full()}, map_k, p.k, p.k_stride, item.head_kv, row, seq.keys - row,
               !p.cu_seqlens);
-        ++keys.turn;
+        keys.advance();
       };
       auto load_values = [&](int number) {
         values.wait_empty();
         const int64_t row = static_cast<int64_t>(number) * BLOCK_N;
-        fetch(Box<BLOCK_N>{shared.sV[values.stage()], values.full()}, map_v, p.v, p.v_stride, item.head_kv, row, seq.keys - row,
+        fetch(Box<BLOCK_N>{shared.sV[values.stage], values.full()}, map_v, p.v, p.v_stride, item.head_kv, row, seq.keys - row,
               !p.cu_seqlens && !p.lengths);
-        ++values.turn;
+        values.advance();
       };
       load_keys(span.tiles - 1);
       for (int w = 0; w < 2; ++w) {
@@ -253,7 +278,7 @@ __global__ void __launch_bounds__(PREFILL_THREADS, 1)
         const int64_t row = span.first_row + w * WG_ROWS;
         fetch(Box<WG_ROWS>{shared.sQ[w], queries[w].full()}, map_q, p.q, p.q_stride, item.head_q, row, seq.queries - row,
               !p.cu_seqlens);
-        ++queries[w].turn;
+        queries[w].advance();
       }
       for (int number = span.tiles - 1; number > 0; --number) {
         load_keys(number - 1);
@@ -269,11 +294,11 @@ __global__ void __launch_bounds__(PREFILL_THREADS, 1)
   Ring<1> query(shared_address(shared.query_ring[consumer]));
   const uint64_t q = descriptor(BY_ROWS, shared_address(shared.sQ[consumer])),
                  k0 = descriptor(BY_ROWS, shared_address(shared.sK)), v0 = descriptor(BY_COLUMNS, shared_address(shared.sV));
-  auto k = [&] { return k0 + keys.stage() * (2 * KV_HALF_BYTES >> 4); };
-  auto v = [&] { return v0 + values.stage() * (2 * KV_HALF_BYTES >> 4); };
+  auto k = [&] { return k0 + keys.stage * (2 * KV_HALF_BYTES >> 4); };
+  auto v = [&] { return v0 + values.stage * (2 * KV_HALF_BYTES >> 4); };
   auto release = [&](auto& ring) {
     if (lane == 0) barrier_arrive(ring.empty());
-    ++ring.turn;
+    ring.advance();
   };
   uint8_t (&staging)[16 * HEAD_DIM * 2] = shared.sO[consumer * 4 + warp];
   // The consumers take turns at issuing products, so that one multiplies while the other exponentiates.
@@ -301,23 +326,23 @@ __global__ void __launch_bounds__(PREFILL_THREADS, 1)
         release(keys);
         const int tile = span.tiles - 1;
         if (span.masked > 0) mask_scores(s, seen - static_cast<int64_t>(tile) * BLOCK_N, lane);
+        row_maxima(s, row, false);
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          row_maximum(r, s, row);
-          row_weights(r, s, row);
-          row_sum(r, s, row);
-        }
+        for (int n = 0; n < 16; ++n) weigh(n, s, row);
         round_weights(s, weights);
       }
-      // Scores of a tile, then P V of the tile before it; maxima are taken while that runs.
+      // Scores of a tile, then P V of the tile before it, and its maxima as that ends. Whether the next step's operands have
+      // come is asked early, for an answer takes a while.
+      bool above_zero = false;
+      uint32_t keys_came = 0, values_came = 0;
       auto step = [&](auto masked, int tile) {
         float s[64];
-        keys.wait_full();
+        if (!keys_came) keys.wait_full();
         named_sync(own_turn, 2 * WG_THREADS);
         wgmma_fence();
         scores(s, q, k());
         wgmma_commit();
-        values.wait_full();
+        if (!values_came) values.wait_full();
         wgmma_fence();
         weighted_values(o, weights, v());
         wgmma_commit();
@@ -326,16 +351,18 @@ __global__ void __launch_bounds__(PREFILL_THREADS, 1)
         written_here(s);
         release(keys);
         if (decltype(masked)::value) mask_scores(s, seen - static_cast<int64_t>(tile) * BLOCK_N, lane);
-        row_maximum(0, s, row);
-        row_maximum(1, s, row);
+        row_maxima(s, row, above_zero);
+        above_zero = __all_sync(~0u, (__float_as_int(row.m[0]) | __float_as_int(row.m[1])) >= 0);
+        keys_came = keys.is_full();
+        values_came = values.next().is_full();
         wgmma_wait<0>();
         written_here(o);
         release(values);
-        row_weights(0, s, row);
-        row_weights(1, s, row);
-        row_sum(0, s, row);
-        row_sum(1, s, row);
-        rescale_output(o, row);
+#pragma unroll
+        for (int n = 0; n < 16; ++n) {
+          weigh(n, s, row);
+          rescale_output(n, o, row);
+        }
         round_weights(s, weights);
       };
       int tile = span.tiles - 2;
@@ -372,7 +399,7 @@ struct DecodeTraits {
   static constexpr int BOX_DIMS = DIMS < 64 ? DIMS : 64;          // of a swizzled row
   static constexpr int BOXES = DIMS / BOX_DIMS;
   static constexpr int BOX_BYTES = BLOCK_N * BOX_DIMS * 2;
-  static constexpr int VALUE_BYTES = BOXES * BOX_BYTES;
+  static constexpr int VALUE_BYTES = BOXES * BOX_BYTES;           // of a tile
   static constexpr int HALVES = HEADS > 8 ? 2 : 1;                // n8 blocks of heads
   static constexpr int COPIES = HEADS < 8 ? 8 / HEADS : 1;        // lanes that hold the same head's scores
   static constexpr int FRAGMENT_LANES = (HEADS < 8 ? HEADS : 8) * 4;
@@ -381,11 +408,9 @@ struct DecodeTraits {
   static constexpr int SETS = 2, SET_WARPS = 4;                   // score warps: a set takes every other round
   static constexpr int VALUE_WARPS = DIMS / 16;
   static constexpr int SUM_WARPS = SUM_HEADS * 4 > 32 ? 2 : 1;
-  static constexpr bool AHEAD = G >= 4 && HEADS <= 8;  // operands of the next tile are loaded during a tile's products
   static constexpr int VALUE_FIRST = SETS * SET_WARPS, MAXIMUM = VALUE_FIRST + VALUE_WARPS, SUM_FIRST = MAXIMUM + 1,
                        LOAD_KEYS = SUM_FIRST + SUM_WARPS, LOAD_VALUES = LOAD_KEYS + 1, WARPS = LOAD_VALUES + 1;
   static constexpr int THREADS = 32 * WARPS;
-  static constexpr int KEY_STAGES = SETS;  // a set sees every phase of its stage
   static constexpr int SLOTS = HEADS > 8 && G > 2 ? SETS : 2 * SETS;
   static constexpr int CHAIN = BLOCK_N / 4, CHAIN_STRIDE = CHAIN + 4;  // floats; 16-byte reads of chains in different banks
   struct Slot {
@@ -394,16 +419,17 @@ struct DecodeTraits {
     float tops[G][SET_WARPS][HEADS];  // maxima of 32 keys
     float maximum[G][HEADS], alpha[G][HEADS];  // running maximum and rescale of each tile
   };
-  static constexpr size_t LIMIT = 227 << 10, FIXED = KEY_STAGES * KV_HALF_BYTES * 2 + SLOTS * sizeof(Slot) + 4096;
-  static constexpr int FITTING = static_cast<int>((LIMIT - FIXED) / VALUE_BYTES);
-  static constexpr int VALUE_STAGES = FITTING < 24 ? FITTING : 24;
+  static constexpr size_t LIMIT = 227 << 10, KEY_BYTES = 2 * KV_HALF_BYTES, FIXED = SLOTS * sizeof(Slot) + 4096;
+  static constexpr int KEY_STAGES = G <= 4 && FIXED + 3 * (KEY_BYTES + G * VALUE_BYTES) <= LIMIT ? 3 : 2;
+  static constexpr int VALUE_STAGES =
+      static_cast<int>((LIMIT - FIXED - KEY_STAGES * KEY_BYTES) / (G * VALUE_BYTES));  // of a round's tiles each
   struct Shared {
     alignas(1024) uint8_t sK[KEY_STAGES][2][KV_HALF_BYTES];
-    alignas(1024) uint8_t sV[VALUE_STAGES][BOXES][BOX_BYTES];
+    alignas(1024) uint8_t sV[VALUE_STAGES][G][BOXES][BOX_BYTES];
     alignas(16) Slot slots[SLOTS];
     alignas(16) float sums[HEADS];
     alignas(8) uint64_t keys_full[KEY_STAGES], keys_empty[KEY_STAGES], values_full[VALUE_STAGES], values_empty[VALUE_STAGES];
-    uint64_t tops_full[SLOTS], ready[SLOTS], weights_full[SLOTS][G], chains_full[SLOTS], empty[SLOTS], sums_full;
+    uint64_t tops_full[SLOTS], ready[SLOTS], weights_full[SLOTS], chains_full[SLOTS], empty[SLOTS], sums_full;
   };
   static_assert(VALUE_STAGES >= 2 && sizeof(Shared) <= LIMIT);
 };
@@ -413,14 +439,6 @@ template <int WIDTH>
 __device__ __forceinline__ int swizzled(int row, int chunk) {
   constexpr int SPAN = WIDTH / 16;  // 8, 4 or 2 chunks
   return row * WIDTH + ((chunk ^ (row / (8 / SPAN) % SPAN)) * 16);
-}
-__device__ __forceinline__ bool barrier_test(uint32_t barrier, uint32_t parity) {
-  uint32_t done;
-  asm volatile("{\n.reg .pred p;\nmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
-               : "=r"(done)
-               : "r"(barrier), "r"(parity)
-               : "memory");
-  return done;
 }
 __device__ __forceinline__ uint32_t peer_address(uint32_t address, int rank) {
   uint32_t there;
@@ -484,7 +502,7 @@ __global__ void __launch_bounds__(DecodeTraits<G, HEADS>::THREADS, 1)
     for (int i = 0; i < T::SLOTS; ++i) {
       init(shared.tops_full[i], M::arrivals(T::SET_WARPS));
       init(shared.ready[i], 1);
-      for (int t = 0; t < G; ++t) init(shared.weights_full[i][t], M::arrivals(T::SET_WARPS));
+      init(shared.weights_full[i], M::arrivals(T::SET_WARPS));
       init(shared.chains_full[i], M::arrivals(T::SET_WARPS));
       init(shared.empty[i], T::VALUE_WARPS + (rank < T::SUM_RANKS ? T::SUM_WARPS : 0));
     }
@@ -521,17 +539,17 @@ __global__ void __launch_bounds__(DecodeTraits<G, HEADS>::THREADS, 1)
     uint32_t q[QUERY_SLICES][4];
     load_query(q, head < group ? gQ + head * p.q_stride[1] : nullptr,
                T::HALVES == 2 && head + 8 < group ? gQ + (head + 8) * p.q_stride[1] : nullptr, lane);
-    const uint32_t keys = at(shared.sK[set]);
     const int key_row = part * 32 + (lane >> 4) * 8 + (lane & 7);
     for (int round = set; round < rounds; round += T::SETS) {
-      const int step = round * G + rank;
+      const int step = round * G + rank, stage = round % T::KEY_STAGES;
       const bool mine = step < tiles;
       auto& slot = shared.slots[slot_of(round)];
       float s[4][4], top[T::HALVES];
 #pragma unroll
       for (int r = 0; r < T::HALVES; ++r) top[r] = MINUS_INFINITY;
       if (mine) {
-        barrier_wait(at(shared.keys_full[set]), round / T::SETS & 1);
+        barrier_wait(at(shared.keys_full[stage]), round / T::KEY_STAGES & 1);
+        const uint32_t keys = at(shared.sK[stage]);
 #pragma unroll
         for (int j = 0; j < 4; ++j)
 #pragma unroll
@@ -558,11 +576,10 @@ __global__ void __launch_bounds__(DecodeTraits<G, HEADS>::THREADS, 1)
           for (int j = 0; j < 4; ++j) top[r] = numerics::maximum(top[r], numerics::maximum(s[j][2 * r], s[j][2 * r + 1]));
           top[r] = numerics::quad_maximum(top[r]);
         }
-        if (lane == 0) barrier_arrive(at(shared.keys_empty[set]));
+        if (lane == 0) barrier_arrive(at(shared.keys_empty[stage]));
       }
       if (round >= T::SLOTS) barrier_wait(at(shared.empty[slot_of(round)]), slot_parity(round) ^ 1);
-      const uint32_t tops_full = at(shared.tops_full[slot_of(round)]),
-                     weights_full = at(shared.weights_full[slot_of(round)][rank]),
+      const uint32_t tops_full = at(shared.tops_full[slot_of(round)]), weights_full = at(shared.weights_full[slot_of(round)]),
                      chains_full = at(shared.chains_full[slot_of(round)]);
 #pragma unroll
       for (int first = 0; first < HEADS; first += 4) {
@@ -604,95 +621,48 @@ __global__ void __launch_bounds__(DecodeTraits<G, HEADS>::THREADS, 1)
   } else if (warp < T::MAXIMUM) {
     // ------------------------------------------------------------------ O^T += V^T P^T: 16 dims a warp, all tiles in order
     const int own = warp - T::VALUE_FIRST;
-    struct Fragments {
-      uint32_t v[KEY_SLICES_N][4], p[T::HALVES][KEY_SLICES_N / 2][4];
-      float alpha[T::HALVES][2];
-    };
     const int row = (lane >> 4) * 8 + (lane & 7), chunk = 2 * own + (lane >> 3 & 1);
     const uint32_t value_base =
         at(shared.sV) + chunk / (T::BOX_DIMS / 8) * T::BOX_BYTES + swizzled<T::BOX_DIMS * 2>(row, chunk % (T::BOX_DIMS / 8));
     const int column = 2 * (lane % 4) % (HEADS < 8 ? HEADS : 8);  // of this lane's accumulators
     float o[T::HALVES][4] = {};
-    auto stage_of = [](int step) { return step % T::VALUE_STAGES; };
-    auto weights_barrier = [&](int step) { return at(shared.weights_full[slot_of(step / G)][step % G]); };
-    auto values_barrier = [&](int step) { return at(shared.values_full[stage_of(step)]); };
-    auto values_parity = [](int step) { return static_cast<uint32_t>(step / T::VALUE_STAGES & 1); };
-    auto load = [&](Fragments& f, int step) {
-      const auto& slot = shared.slots[slot_of(step / G)];
-      const uint32_t v = value_base + stage_of(step) * T::VALUE_BYTES;
-#pragma unroll
-      for (int r = 0; r < T::HALVES; ++r) {
-        const float2 alpha = *reinterpret_cast<const float2*>(&slot.alpha[step % G][column + 8 * r]);
-        f.alpha[r][0] = alpha.x, f.alpha[r][1] = alpha.y;
-#pragma unroll
-        for (int n = 0; n < KEY_SLICES_N / 2; ++n) {
-          const uint4 x = *reinterpret_cast<const uint4*>(slot.weights[step % G][r][n][lane % T::FRAGMENT_LANES]);
-          f.p[r][n][0] = x.x, f.p[r][n][1] = x.y, f.p[r][n][2] = x.z, f.p[r][n][3] = x.w;
-        }
-      }
-#pragma unroll
-      for (int n = 0; n < KEY_SLICES_N; ++n) load_matrices_transposed(f.v[n], v + n * 16 * T::BOX_DIMS * 2);
-    };
-    auto multiply = [&](Fragments& f, int first, int last) {
-#pragma unroll
-      for (int n = first; n < last; ++n)
-#pragma unroll
-        for (int r = 0; r < T::HALVES; ++r)
-          numerics::mma_m16n8k16(o[r], f.v[n], f.p[r][n / 2][n % 2 * 2], f.p[r][n / 2][n % 2 * 2 + 1]);
-    };
-    auto await = [&](int step) {
-      barrier_wait(weights_barrier(step), slot_parity(step / G));
-      barrier_wait(values_barrier(step), values_parity(step));
-    };
-    auto rescale = [&](const Fragments& f) {
-#pragma unroll
-      for (int r = 0; r < T::HALVES; ++r)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) o[r][e] = numerics::multiply(o[r][e], f.alpha[r][e % 2]);
-    };
-    auto release = [&](int step) {
-      if (lane != 0) return;
-      barrier_arrive(at(shared.values_empty[stage_of(step)]));
-      if (step % G == G - 1 || step + 1 == tiles) barrier_arrive(at(shared.empty[slot_of(step / G)]));
-    };
-    auto advance = [&](Fragments& f, Fragments& next, int step) {
-      rescale(f);
-      const bool more = step + 1 < tiles;
-      bool here = more && barrier_test(weights_barrier(step + 1), slot_parity((step + 1) / G)) &&
-                  barrier_test(values_barrier(step + 1), values_parity(step + 1));
-      here = __all_sync(~0u, here);
-      if (here) {
-        multiply(f, 0, 4);
-        load(next, step + 1);
-        multiply(f, 4, KEY_SLICES_N);
-      } else {
-        multiply(f, 0, KEY_SLICES_N);
-      }
-      release(step);
-      if (more && !here) {
-        await(step + 1);
-        load(next, step + 1);
-      }
-    };
     if (own == 0 && lane == 0) M::expect(at(shared.sums_full), HEADS * sizeof(float));
-    Fragments a;
-    if constexpr (T::AHEAD) {
-      Fragments b;
-      await(0);
-      load(a, 0);
-#pragma unroll 1
-      for (int step = 0; step < tiles; step += 2) {
-        advance(a, b, step);
-        if (step + 1 < tiles) advance(b, a, step + 1);
+    for (int round = 0; round < rounds; ++round) {
+      const auto& slot = shared.slots[slot_of(round)];
+      const int stage = round % T::VALUE_STAGES;
+      auto add_tile = [&](int t) {
+        uint32_t v[KEY_SLICES_N][4], w[T::HALVES][KEY_SLICES_N / 2][4];
+#pragma unroll
+        for (int n = 0; n < KEY_SLICES_N; ++n)
+          load_matrices_transposed(v[n], value_base + (stage * G + t) * T::VALUE_BYTES + n * 16 * T::BOX_DIMS * 2);
+#pragma unroll
+        for (int r = 0; r < T::HALVES; ++r) {
+#pragma unroll
+          for (int n = 0; n < KEY_SLICES_N / 2; ++n) {
+            const uint4 x = *reinterpret_cast<const uint4*>(slot.weights[t][r][n][lane % T::FRAGMENT_LANES]);
+            w[r][n][0] = x.x, w[r][n][1] = x.y, w[r][n][2] = x.z, w[r][n][3] = x.w;
+          }
+          const float2 alpha = *reinterpret_cast<const float2*>(&slot.alpha[t][column + 8 * r]);
+          o[r][0] = numerics::multiply(o[r][0], alpha.x), o[r][1] = numerics::multiply(o[r][1], alpha.y);
+          o[r][2] = numerics::multiply(o[r][2], alpha.x), o[r][3] = numerics::multiply(o[r][3], alpha.y);
+        }
+#pragma unroll
+        for (int n = 0; n < KEY_SLICES_N; ++n)
+#pragma unroll
+          for (int r = 0; r < T::HALVES; ++r)
+            numerics::mma_m16n8k16(o[r], v[n], w[r][n / 2][n % 2 * 2], w[r][n / 2][n % 2 * 2 + 1]);
+      };
+      barrier_wait(at(shared.weights_full[slot_of(round)]), slot_parity(round));
+      barrier_wait(at(shared.values_full[stage]), round / T::VALUE_STAGES & 1);
+      if ((round + 1) * G <= tiles) {
+#pragma unroll
+        for (int t = 0; t < G; ++t) add_tile(t);
+      } else {
+        for (int t = 0; round * G + t < tiles; ++t) add_tile(t);
       }
-    } else {
-#pragma unroll 1
-      for (int step = 0; step < tiles; ++step) {
-        await(step);
-        load(a, step);
-        rescale(a);
-        multiply(a, 0, KEY_SLICES_N);
-        release(step);
+      if (lane == 0) {
+        barrier_arrive(at(shared.values_empty[stage]));
+        barrier_arrive(at(shared.empty[slot_of(round)]));
       }
     }
     barrier_wait(at(shared.sums_full), 0);
@@ -739,7 +709,7 @@ __global__ void __launch_bounds__(DecodeTraits<G, HEADS>::THREADS, 1)
       __syncwarp();
       const int here = tiles - round * G < G ? tiles - round * G : G;
       if (lane == 0) barrier_arrive(at(shared.ready[slot_of(round)]));
-      if (lane < here) M::expect(at(shared.weights_full[slot_of(round)][lane]), sizeof(slot.weights[0]));
+      if (lane == 0) M::expect(at(shared.weights_full[slot_of(round)]), here * static_cast<int>(sizeof(slot.weights[0])));
       if (lane == 16 && rank < T::SUM_RANKS)
         M::expect(at(shared.chains_full[slot_of(round)]), here * T::SUM_HEADS * BLOCK_N * sizeof(float));
       __syncwarp();
@@ -752,9 +722,7 @@ __global__ void __launch_bounds__(DecodeTraits<G, HEADS>::THREADS, 1)
       float l = 0.f, m = MINUS_INFINITY;
       for (int round = 0; round < rounds; ++round) {
         const auto& slot = shared.slots[slot_of(round)];
-        const int here = tiles - round * G < G ? tiles - round * G : G;
-        barrier_wait(at(shared.chains_full[slot_of(round)]), slot_parity(round));
-        for (int t = 0; t < here; ++t) {
+        auto add_tile = [&](int t) {
           float4 x[T::CHAIN / 4];
 #pragma unroll
           for (int i = 0; i < T::CHAIN / 4; ++i) x[i] = *reinterpret_cast<const float4*>(&slot.chains[t][used][4 * i]);
@@ -765,6 +733,13 @@ __global__ void __launch_bounds__(DecodeTraits<G, HEADS>::THREADS, 1)
             l = i == 0 ? numerics::sum_first(l, alpha, x[i].x) : numerics::sum_next(l, x[i].x);
             l = numerics::sum_next(numerics::sum_next(numerics::sum_next(l, x[i].y), x[i].z), x[i].w);
           }
+        };
+        barrier_wait(at(shared.chains_full[slot_of(round)]), slot_parity(round));
+        if ((round + 1) * G <= tiles) {
+#pragma unroll
+          for (int t = 0; t < G; ++t) add_tile(t);
+        } else {
+          for (int t = 0; round * G + t < tiles; ++t) add_tile(t);
         }
         __syncwarp();
         if (lane == 0) barrier_arrive(at(shared.empty[slot_of(round)]));
@@ -783,7 +758,7 @@ __global__ void __launch_bounds__(DecodeTraits<G, HEADS>::THREADS, 1)
     const int64_t row_stride = of_keys ? p.k_stride[2] : p.v_stride[2];
     const bf16* const base = static_cast<const bf16*>(of_keys ? p.k : p.v) +
                              element_offset(of_keys ? p.k_stride : p.v_stride, seq, head_kv) + (of_keys ? 0 : rank * T::DIMS);
-    auto copy = [&](uint8_t* to, auto width, int boxes, int64_t first, uint32_t barrier) {
+    auto copy = [&](uint8_t* to, auto width, int boxes, int64_t first) {
       constexpr int WIDTH = decltype(width)::value, CHUNKS = WIDTH / 16;
       const int64_t left = seq.keys - first;
       for (int i = lane; i < BLOCK_N * CHUNKS * boxes; i += 32) {
@@ -794,7 +769,6 @@ __global__ void __launch_bounds__(DecodeTraits<G, HEADS>::THREADS, 1)
       }
       fence_async_proxy();
       __syncwarp();
-      if (lane == 0) barrier_arrive(barrier);
     };
     const int head = static_cast<int>(head_kv), batch = static_cast<int>(seq.batch);
     if (of_keys) {
@@ -805,7 +779,8 @@ __global__ void __launch_bounds__(DecodeTraits<G, HEADS>::THREADS, 1)
         if (round >= T::KEY_STAGES) barrier_wait(at(shared.keys_empty[stage]), (round / T::KEY_STAGES & 1) ^ 1);
         const uint32_t barrier = at(shared.keys_full[stage]);
         if (!mapped) {
-          copy(shared.sK[stage][0], std::integral_constant<int, HALF_COLUMNS * 2>{}, 2, first, barrier);
+          copy(shared.sK[stage][0], std::integral_constant<int, HALF_COLUMNS * 2>{}, 2, first);
+          if (lane == 0) barrier_arrive(barrier);
         } else if (lane == 0) {
           barrier_arrive_expect(barrier, sizeof(shared.sK[stage]));
           for (int half = 0; half < 2; ++half)
@@ -813,18 +788,21 @@ __global__ void __launch_bounds__(DecodeTraits<G, HEADS>::THREADS, 1)
         }
       }
     } else {
-      for (int step = 0; step < tiles; ++step) {
-        const int stage = step % T::VALUE_STAGES;
-        const int64_t first = static_cast<int64_t>(tiles - 1 - step) * BLOCK_N;
-        if (step >= T::VALUE_STAGES) barrier_wait(at(shared.values_empty[stage]), (step / T::VALUE_STAGES & 1) ^ 1);
+      for (int round = 0; round < rounds; ++round) {
+        const int stage = round % T::VALUE_STAGES, here = tiles - round * G < G ? tiles - round * G : G;
+        if (round >= T::VALUE_STAGES) barrier_wait(at(shared.values_empty[stage]), (round / T::VALUE_STAGES & 1) ^ 1);
         const uint32_t barrier = at(shared.values_full[stage]);
-        if (!mapped || (p.lengths && seq.keys - first < BLOCK_N)) {
-          copy(shared.sV[stage][0], std::integral_constant<int, T::BOX_DIMS * 2>{}, T::BOXES, first, barrier);
-        } else if (lane == 0) {
-          barrier_arrive_expect(barrier, T::VALUE_BYTES);
-          for (int box = 0; box < T::BOXES; ++box)
-            tma_load(at(shared.sV[stage][box]), &map_v, rank * T::DIMS + box * T::BOX_DIMS, static_cast<int>(first), head,
-                     batch, barrier);
+        auto first_key = [&](int t) { return static_cast<int64_t>(tiles - 1 - (round * G + t)) * BLOCK_N; };
+        // Only the last tile of a sequence, which comes first, is copied by hand where TMA may be used.
+        const int by_hand = !mapped ? here : p.lengths && seq.keys - first_key(0) < BLOCK_N ? 1 : 0;
+        for (int t = 0; t < by_hand; ++t)
+          copy(shared.sV[stage][t][0], std::integral_constant<int, T::BOX_DIMS * 2>{}, T::BOXES, first_key(t));
+        if (lane == 0) {
+          barrier_arrive_expect(barrier, (here - by_hand) * T::VALUE_BYTES);
+          for (int t = by_hand; t < here; ++t)
+            for (int box = 0; box < T::BOXES; ++box)
+              tma_load(at(shared.sV[stage][t][box]), &map_v, rank * T::DIMS + box * T::BOX_DIMS, static_cast<int>(first_key(t)),
+                       head, batch, barrier);
         }
       }
     }
@@ -832,11 +810,14 @@ __global__ void __launch_bounds__(DecodeTraits<G, HEADS>::THREADS, 1)
 }
 
 // --------------------------------------------------------------------------------------------- tile policy and launch
-// CTAs of a cluster in decode: more of them shorten the chain of products and read K once together, but a device holds few
-// large clusters, and all of them should run at once.
+// CTAs of a cluster in decode: more of them shorten the chain of products and read K once together. All clusters should run
+// at once, and of an H200's 132 multiprocessors only 120 can be had in clusters of four or eight. Eight pay from 128 tiles on.
 int decode_cluster(int64_t kv_heads, int64_t tiles, int num_sms) {
+  auto pays = [&](int ctas) {
+    return tiles >= (ctas == 8 ? 128 : ctas) && kv_heads * ctas <= (ctas == 2 ? num_sms : num_sms * 10 / 11);
+  };
   int ctas = 1;
-  while (ctas < 8 && ctas < tiles && kv_heads * ctas * 2 <= num_sms * 10 / 11) ctas *= 2;
+  while (ctas < 8 && pays(2 * ctas)) ctas *= 2;
   return ctas;
 }
 // KV heads whose K and V may occupy L2 together: about half of the 40 MB and more that these GPUs have.
