@@ -233,7 +233,7 @@ CONFIGS = [
     ("a missing source", lambda root: (root / "experimental/common/portable_attn.cu").unlink(), "portable_attn.cu", "is missing"),
     ("other workloads", replace("experimental/cpu/config.yaml", "context: [128, 1024, 4096]", "context: [128, 1024]"), V2, "target.sections.workloads"),
     ("another contract", replace("experimental/cpu/config.yaml", "tile: 64", "tile: 32"), V2, "target.sections.contract"),
-    ("another GPU", replace("experimental/h200/config.yaml", '["NVIDIA H200"]', '["NVIDIA H100"]'), "h200-portable.json", "is no GPU of target h200"),
+    ("another GPU", replace("experimental/h200/config.yaml", '["NVIDIA H200"]', '["NVIDIA H100"]'), "h200-hopper.json", "is no GPU of target h200"),
     ("another name", replace("experimental/h20/config.yaml", "name: h20", "name: h21"), "h20/config.yaml", "target.name"),
     ("a config that is none", replace("experimental/h20/config.yaml", "device: cuda", "device: abacus"), "h20/config.yaml", "abacus"),
 ]  # fmt: skip

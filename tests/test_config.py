@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from tools import load_kernel
 from tools.core.config import SECTIONS, Target, load_target, target_names
 from tools.core.errors import UserError
+from tools.core.files import sha256_file
 from tools.core.hashes import update_hashes
 
 
@@ -143,11 +144,13 @@ def test_changed_source_is_refused_until_hashes_are_updated(tree: Path) -> None:
 
 
 def test_hashes_of_kernels_that_are_not_selected_are_updated_too(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source, config = tree / "h200" / "kernels" / "unified_attn_ext.cu", tree / "h200" / "hopper.yaml"
+    source, config = tree / "h200" / "kernels" / "another.cu", tree / "h200" / "another.yaml"
+    source.write_text("// another\n")
+    config.write_text(f'extends: config.yaml\nkernel:\n  source: kernels/another.cu\n  sha256: "{sha256_file(source)}"\n')
     monkeypatch.setattr(load_kernel, "EXPERIMENTAL", tree)
     for options in (["--update-hashes"], ["--update-hashes", "--gpu", "h200"], ["--update-hashes", "--config", str(config)]):
         source.write_text(source.read_text() + "\n// changed\n")
-        with pytest.raises(UserError, match=r"unified_attn_ext.cu has changed"):
+        with pytest.raises(UserError, match=r"another.cu has changed"):
             load_target(config=config).verified_files()
         assert load_kernel.main(options) == 0
         load_target(config=config).verified_files()
