@@ -18,6 +18,7 @@ from tools.core.files import sha256_json
 
 _LABEL = re.compile(r"([\w.$]+):")
 _NAME = re.compile(r"(?<![\w.%])[A-Za-z_.][\w.$]*")
+_EXCEPTIONS = re.compile(r"\.LLSDAC?\d+")
 _FUNCTION = re.compile(r"\.type\s+([\w.$]+),\s*[@%]function")
 _SIZE = re.compile(r"\.size\s+([\w.$]+),")
 _SET = re.compile(r"\.set\s+([\w.$]+),\s*(.*)")
@@ -96,9 +97,12 @@ class Unit:
         self._pieces[name] = [content]
 
     def _label(self, name: str, section: str) -> None:
-        """A label inside a function is part of it; any other begins a piece, or names the one that has just begun."""
+        """A label inside a function is part of it; any other begins a piece, or names the one that has just begun.
+
+        A function's exception table begins one too: the label before it is the end of another function's.
+        """
         piece = self._open.get(section)
-        inside = piece is not None and name not in self._functions
+        inside = piece is not None and name not in self._functions and not _EXCEPTIONS.fullmatch(name)
         if inside and (piece in self._functions or all(line.endswith(":") for line in self._pieces[piece or ""])):
             self._home[name] = piece or ""
             self._pieces[piece or ""].append(f"{name}:")

@@ -33,7 +33,7 @@ from tools.search.assembly import Undecided, Unit
 
 __all__ = ["ENTRIES", "Undecided", "fingerprints", "same"]
 
-FORMAT = 4  # of a fingerprint; part of its key
+FORMAT = 5  # of a fingerprint; part of its key
 ENTRIES = ("prefill", "extend", "decode")
 ALONE = 'extern "C" __attribute__((externally_visible)) decltype({name}) {name};\n'
 # Ways to compile host code: the second keeps fewer traces of what was simplified on the way. Functions that are not inlined
