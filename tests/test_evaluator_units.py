@@ -30,7 +30,7 @@ from tools.evaluator.protocol import Channel, ChannelClosed, ChannelGarbage, Cha
 from tools.evaluator.quiet import Quiet
 from tools.evaluator.runner import Call, Runner, WorkerFailure
 from tools.evaluator.statistics import geometric_mean, median, median_interval
-from tools.evaluator.timing import EFFORTS, MOST_CALLS, Timer, floor_us, lengths_of
+from tools.evaluator.timing import EFFORTS, MOST_CALLS, Timer, floor_us, kept_us, lengths_of
 
 # ---------------------------------------------------------------- statistics
 
@@ -560,3 +560,7 @@ def test_a_claim_is_worth_what_the_judges_clock_supports() -> None:
     assert timer._believed(timed([0.2], [1.0], 10), 50.0) == [0.75]  # however much the requests of a busy machine cost
     timer._guards = Guards(frozenset({"clock"}))
     assert timer._believed(timed([0.2], [1.0], 10), 0.3) == [0.2]
+
+
+def test_times_are_kept_to_five_digits() -> None:
+    assert kept_us([6.6458014, 0.00304956, 123.4567]) == [6645.8, 3.0496, 123460.0]
