@@ -131,7 +131,7 @@ def test_update_makes_all_of_it_again(root: Path) -> None:
 
 
 def test_update_takes_up_new_evidence(root: Path) -> None:
-    shutil.copyfile(root / EVIDENCE / "h200-hopper.json", root / EVIDENCE / "h200-again.json")
+    shutil.copyfile(root / EVIDENCE / "h200-portable.json", root / EVIDENCE / "h200-again.json")
     edit(root, "experimental/figures/reports.json", lambda found: found["left_out"].update({"h200-again.json": "a copy"}))
     assert command("--root", str(root)) == 1
     assert sorted(update(root)) == [ARCHIVE, "experimental/h200/validation.json"]

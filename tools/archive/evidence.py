@@ -21,11 +21,11 @@ EVIDENCE = "experimental/evidence"
 
 @dataclass(frozen=True)
 class Item:
-    """One file of evidence. `counted`: samples of a report, or mutants, trials, pairs, exploits of another record."""
+    """One file of evidence. `counted`: samples of a report, or mutants, trials, pairs, exploits, calls of another record."""
 
     path: str
     sha256: str
-    kind: str  # evaluation | compatibility | mutation | trials | fuzz | exploits
+    kind: str  # evaluation | compatibility | mutation | trials | fuzz | exploits | repeats
     target: str
     counted: int
     record: dict[str, Any] | None = field(repr=False, default=None)
@@ -65,15 +65,15 @@ def _kind_and_target(name: str, record: dict[str, Any]) -> tuple[str, str]:
         if record.get("kind") == "mutation score":
             (target,) = {corpus["target"] for corpus in record["corpora"].values()}
             return "mutation", target
-        if record.get("kind") == "exploits":
-            return "exploits", record["gpu"]
+        if record.get("kind") in ("exploits", "repeats"):
+            return record["kind"], record["gpu"]
         if record.get("format") == "areal-tik fuzz":
             return "fuzz", record["backend"]["name"]
         if "trials" in record:
             return "trials", record["target"]
     except (KeyError, TypeError, ValueError, AttributeError) as problem:
         raise UserError(f"{name}: names no target: {type(problem).__name__} {problem}") from None
-    raise UserError(f"{name}: no report of evaluate.py, and no record of mutants, trials, fuzzer or exploits")
+    raise UserError(f"{name}: no report of evaluate.py, and no record of mutants, trials, fuzzer, exploits or repeats")
 
 
 def _known(name: str, target: Any, targets: dict[str, Target]) -> Target:

@@ -1,4 +1,4 @@
-"""The sums in records that are no reports of evaluate.py: mutation scores, trials of the promotion, fuzzer runs, exploits.
+"""The sums in records that are no reports of evaluate.py: mutation scores, promotion trials, fuzzer runs, exploits, repeats.
 
 `counted(name, record)` counts them again from what each mutant, trial, relation and exploit did.
 """
@@ -80,11 +80,23 @@ def _exploits(record: Record) -> int:
     return len(every)
 
 
-_COUNT: dict[str, Callable[[Record], int]] = {"mutation": _mutation, "trials": _trials, "fuzz": _fuzz, "exploits": _exploits}
+def _repeats(record: Record) -> int:
+    modes = [cell[mode] for cell in record["cells"] for mode in ("alone", "beside_copies")]
+    _agree(record["same"], not any(mode["differing_words"] for mode in modes), "same")
+    return sum(2 * cell["calls"] for cell in record["cells"])
+
+
+_COUNT: dict[str, Callable[[Record], int]] = {
+    "mutation": _mutation,
+    "trials": _trials,
+    "fuzz": _fuzz,
+    "exploits": _exploits,
+    "repeats": _repeats,
+}
 
 
 def counted(name: str, kind: str, record: Record) -> int:
-    """How many mutants, trials, pairs or exploits a record holds; UserError where its sums are not theirs."""
+    """How many mutants, trials, pairs, exploits or calls a record holds; UserError where its sums are not theirs."""
     try:
         return _COUNT[kind](record)
     except UserError as problem:

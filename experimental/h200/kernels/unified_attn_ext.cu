@@ -445,6 +445,10 @@ __device__ __forceinline__ uint32_t peer_address(uint32_t address, int rank) {
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
   return there;
 }
+// Always true, and not before x has been computed (no arithmetic makes this NaN). What x was made from may be overwritten
+// then. An arrival alone does not wait for loads from shared memory that were asked for before it: beside another CTA that
+// fills the load pipe they can come after the next tile that TMA, or a peer, has been allowed to write.
+__device__ __forceinline__ bool is_known(float x) { return __float_as_uint(x) != 0x7fc0ffeeu; }
 // Messages between the CTAs of a cluster: stores that complete transactions of the receiver's barrier. A CTA by itself
 // stores and arrives, a lane of each sending warp.
 template <int G>
@@ -660,7 +664,7 @@ __global__ void __launch_bounds__(DecodeTraits<G, HEADS>::THREADS, 1)
       } else {
         for (int t = 0; round * G + t < tiles; ++t) add_tile(t);
       }
-      if (lane == 0) {
+      if (lane == 0 && is_known(o[0][0]) && is_known(o[T::HALVES - 1][0])) {
         barrier_arrive(at(shared.values_empty[stage]));
         barrier_arrive(at(shared.empty[slot_of(round)]));
       }
@@ -742,7 +746,7 @@ __global__ void __launch_bounds__(DecodeTraits<G, HEADS>::THREADS, 1)
           for (int t = 0; round * G + t < tiles; ++t) add_tile(t);
         }
         __syncwarp();
-        if (lane == 0) barrier_arrive(at(shared.empty[slot_of(round)]));
+        if (lane == 0 && is_known(l)) barrier_arrive(at(shared.empty[slot_of(round)]));
       }
       const float sum = numerics::quad_sum(l);
       if (chain < T::SUM_HEADS * 4 && lane % 4 == 0) {
