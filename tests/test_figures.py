@@ -320,6 +320,19 @@ def test_the_published_figures_are_checked(lab: Path, edit: Callable[[str], str]
         data.published(path)
 
 
+def test_an_edited_or_missing_drawing_is_found(tmp_path: Path) -> None:
+    if why := plot.other_matplotlib():
+        pytest.skip(why)
+    folder = tmp_path / "assets"
+    shutil.copytree(plot.ASSETS, folder)
+    assert plot.check_assets(folder) is None
+    (folder / "logo.png").unlink()
+    assert "logo.png: missing" in str(plot.check_assets(folder))
+    (folder / "logo.png").write_bytes(b"any")
+    (folder / "workflow.svg").write_bytes((folder / "search.svg").read_bytes())
+    assert "workflow.svg: differs" in str(plot.check_assets(folder))
+
+
 # ---------------------------------------------------------------- what was not measured
 
 

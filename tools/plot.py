@@ -1,11 +1,11 @@
 """Draw the figures of the documentation from recorded evidence.
 
-    python tools/plot.py            # write experimental/figures/: SVG, PDF and the CSV files behind them
+    python tools/plot.py            # write experimental/figures/: SVG, PDF and the CSV files behind them; and assets/
     python tools/plot.py --check    # write nothing; name the first file that is not what the evidence gives, exit 1
 
 Which reports are drawn stands in experimental/figures/reports.json (tools/figures/sources.py has the rule). A target
 without one shows "not measured". The same evidence gives the same bytes: CSV files are compared always, pictures where
-the installed matplotlib is the one that drew them (tools/figures/style.py).
+the installed matplotlib is the one that drew them (tools/figures/style.py). assets/ holds the drawings that show no data.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ if __name__ == "__main__":
 
 from tools.core.config import EXPERIMENTAL, Target, load_target, target_names
 from tools.core.errors import CommandParser, UserError, run_command
-from tools.core.files import read_bytes, show_path, write_atomic
+from tools.core.files import REPO_ROOT, read_bytes, show_path, write_atomic
 from tools.figures import data
 from tools.figures.sources import Measured, read
 
 EVIDENCE, FIGURES = EXPERIMENTAL / "evidence", EXPERIMENTAL / "figures"
 REPORTS, PUBLISHED = "reports.json", "published_reference.csv"  # what a figure is made from; all else there is made
 MADE = ("csv", "svg", "pdf")
+ASSETS = REPO_ROOT / "assets"
 
 
 def tables(measured: Sequence[Measured], targets: Sequence[Target]) -> dict[str, bytes]:
@@ -55,6 +56,15 @@ def pictures(
         for name, sheet in sheets():
             for kind in kinds:
                 yield f"{name}.{kind}", style.picture(sheet, kind)
+
+
+def assets() -> dict[str, bytes]:
+    """File name -> content of the drawings that show no data. Needs matplotlib."""
+    from tools.figures import drawings, style
+
+    with style.settings():
+        sheets = drawings.drawings()
+        return {f"{name}.{kind}": style.picture(sheet, kind) for name, sheet in sheets for kind in ("svg", "pdf", "png")}
 
 
 def other_matplotlib() -> str | None:
@@ -98,6 +108,17 @@ def check(folder: Path, evidence: Path, targets: Sequence[Target]) -> str | None
     return None
 
 
+def check_assets(folder: Path) -> str | None:
+    """The first drawing that is not what the program gives; the bytes of a PNG are those of the machine's zlib."""
+    fresh = assets() if other_matplotlib() is None else {}
+    for name, raw in fresh.items():
+        if not (folder / name).is_file():
+            return f"{show_path(folder / name)}: missing"
+        if not name.endswith(".png") and read_bytes(folder / name) != raw:
+            return f"{show_path(folder / name)}: differs from what the program draws"
+    return None
+
+
 def write(folder: Path, evidence: Path, targets: Sequence[Target]) -> list[str]:
     """Write what differs; returns the names. Nothing is written where a report is refused."""
     measured = read(evidence, folder / REPORTS, targets)
@@ -118,10 +139,14 @@ def main(arguments: list[str] | None = None) -> int:
     if not options.check:
         for name in write(FIGURES, EVIDENCE, targets):
             print(f"{show_path(FIGURES / name)}: written")
+        for name, raw in assets().items():
+            if not (ASSETS / name).is_file() or read_bytes(ASSETS / name) != raw:
+                write_atomic(ASSETS / name, raw)
+                print(f"{show_path(ASSETS / name)}: written")
         return 0
     if why := other_matplotlib():
         print(f"pictures are not compared: {why}")
-    if problem := check(FIGURES, EVIDENCE, targets):
+    if problem := check(FIGURES, EVIDENCE, targets) or check_assets(ASSETS):
         print(problem)
         return 1
     return 0

@@ -114,8 +114,12 @@ def heading_height(lines: int) -> float:
 
 
 def picture(sheet: Sheet, kind: str) -> bytes:
-    """A figure's bytes; kind: svg or pdf. No date, no program."""
-    left_out = {"svg": ("Date", "Creator", "Format", "Type"), "pdf": ("CreationDate", "ModDate", "Creator", "Producer")}
+    """A figure's bytes; kind: svg, pdf, or png (two pixels a point). No date, no program."""
+    left_out = {
+        "svg": ("Date", "Creator", "Format", "Type"),
+        "pdf": ("CreationDate", "ModDate", "Creator", "Producer"),
+        "png": ("Software",),
+    }
     raw = io.BytesIO()
-    sheet.figure.savefig(raw, format=kind, metadata=dict.fromkeys(left_out[kind]))
+    sheet.figure.savefig(raw, format=kind, metadata=dict.fromkeys(left_out[kind]), dpi=144)
     return raw.getvalue()
