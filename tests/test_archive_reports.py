@@ -215,7 +215,7 @@ RECORDS = [
     ("a survivor", "mutation-cpu.json", lambda r: r["corpora"]["cpu"]["mutants"][0].update(status="survived"), "corpora.cpu.killed is 58"),
     ("a mutant less", "mutation-h200.json", lambda r: r["corpora"]["cuda"]["mutants"].pop(), "corpora.cuda.killed is 50"),
     ("a mutant twice", "mutation-cpu.json", lambda r: r["corpora"]["cpu"]["mutants"].append(r["corpora"]["cpu"]["mutants"][0]), "stands twice"),
-    ("promoted trials", "trials-cpu.json", lambda r: r["summary"]["equal"].update(promoted=0), "summary.equal.promoted is 0"),
+    ("promoted trials", "trials-cpu.json", lambda r: r["summary"]["equal"].update(promoted=1), "summary.equal.promoted is 1"),
     ("a trial", "trials-cpu.json", lambda r: r["trials"]["equal"][0].update(promoted=True), "summary.equal.promoted"),
     ("a rate's interval", "trials-h200.json", lambda r: r["summary"]["equal"].update(rate_interval=[0.0, 0.1]), "summary.equal.rate_interval"),
     ("an exploit", "exploits-h200.json", lambda r: r["exploits"][0].update(refused=False), "score is"),
