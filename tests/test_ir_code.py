@@ -234,6 +234,22 @@ def test_inline_instructions_and_numeric_labels_are_read() -> None:
         Unit(CODE).reached("unified_decode")
 
 
+def test_a_neighbours_exception_table_is_not_a_functions_own() -> None:
+    """The label at the end of a table stands where the next function's begins."""
+
+    def unit(landing: str) -> str:
+        throws = '\t.section\t.gcc_except_table,"a",@progbits\n.LLSDA1:\n\t.uleb128 .LLSDACSE1-.LLSDACSB1\n.LLSDACSB1:\n'
+        throws += "\t.uleb128 .L4-.LFB2\n.LLSDACSE1:\n.LLSDA2:\n\t.uleb128 .L9-.LFB3\n"
+        other = (
+            "\t.text\n\t.type\tother, @function\nother:\n.LFB3:\n\tmovl\t"
+            + landing
+            + ", %eax\n.L9:\n\tret\n\t.size\tother, .-other\n"
+        )
+        return CODE.replace("\tcall\thelper\n", "\t.cfi_lsda 0x1b,.LLSDA1\n\tleaq\t.LLSDA1(%rip), %rax\n") + throws + other
+
+    assert reached(unit("$1")) == reached(unit("$2"))
+
+
 def test_what_runs_at_load_time_is_found() -> None:
     start = '\t.section\t.init_array,"aw"\n\t.align 8\n\t.quad\thelper\n'
     assert Unit(CODE + start).initialisers == ["helper"]

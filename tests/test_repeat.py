@@ -1,4 +1,4 @@
-"""What can be asked of tools/repeat.py without a GPU: usage, and the comparison."""
+"""What can be asked of tools/repeat.py without a GPU: usage, and the cells."""
 
 from __future__ import annotations
 
