@@ -32,27 +32,41 @@ struct PrefillShared {
   alignas(8) uint64_t query_ring[2][2], key_ring[2 * STAGES], value_ring[2 * STAGES];
 };
 
+// Division of 0 <= n < 2^31 by a number that the host knows: n / d = (n * ceil(2^(31 + b) / d)) >> (31 + b) with
+// 2^(b - 1) < d <= 2^b, since the rounding adds less than n 2^-31 / d to n / d (Granlund and Montgomery, 1994).
+struct Divisor {
+  uint32_t by, factor, shift;
+  explicit Divisor(int64_t d) : by(static_cast<uint32_t>(d)), factor(0), shift(0) {
+    while (int64_t{1} << shift < d) ++shift;
+    factor = static_cast<uint32_t>(((uint64_t{1} << (31 + shift)) + by - 1) / by);
+  }
+  __device__ __forceinline__ uint32_t quotient(uint32_t n) const {
+    return static_cast<uint32_t>(static_cast<uint64_t>(n) * factor >> 31 >> shift);
+  }
+};
+
 struct PrefillSchedule {
-  int64_t blocks, kv_heads, section, items;
+  Divisor group, heads_kv;            // query heads of a KV head; KV heads of a sequence
+  Divisor section, heads, last_heads;  // items of a section; query heads of a section and of the last one
+  int32_t blocks, items, section_kv, last_section;
   bool mapped;  // TMA knows the strides
 };
 struct Item {
-  int64_t block, batch, head_q, head_kv;
+  int32_t block, batch, head_q, head_kv;
 };
 // Item `index` of the list with the longest blocks first, section by section.
-__device__ __forceinline__ Item item_of(const UnifiedAttnParams& p, const PrefillSchedule& s, int64_t index) {
-  const int64_t group = p.heads_q / p.heads_kv;
-  const int64_t per_section = s.section * group * s.blocks;
-  const int64_t section = index / per_section, rest = index - section * per_section;
-  const int64_t left = s.kv_heads - section * s.section;
-  const int64_t heads = (left < s.section ? left : s.section) * group;
-  const int64_t head = rest % heads, kv = section * s.section + head / group, head_kv = kv % p.heads_kv;
-  return {s.blocks - 1 - rest / heads, kv / p.heads_kv, head_kv * group + head % group, head_kv};
+__device__ __forceinline__ Item item_of(const PrefillSchedule& s, int32_t index) {
+  const uint32_t section = s.section.quotient(index), rest = index - section * s.section.by;
+  const Divisor& heads = static_cast<int32_t>(section) == s.last_section ? s.last_heads : s.heads;
+  const uint32_t row = heads.quotient(rest), head = rest - row * heads.by, head_of_kv = s.group.quotient(head);
+  const uint32_t kv = section * s.section_kv + head_of_kv, batch = s.heads_kv.quotient(kv), head_kv = kv - batch * s.heads_kv.by;
+  return {static_cast<int32_t>(s.blocks - 1 - row), static_cast<int32_t>(batch),
+          static_cast<int32_t>(head_kv * s.group.by + head - head_of_kv * s.group.by), static_cast<int32_t>(head_kv)};
 }
 // The list is dealt to the CTAs back and forth, so that who gets the longest of one round gets the shortest of the next.
-__device__ __forceinline__ int64_t dealt(int64_t round) {
-  const int64_t place = round & 1 ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
-  return round * gridDim.x + place;
+__device__ __forceinline__ int32_t dealt(int32_t round) {
+  const uint32_t place = round & 1 ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
+  return static_cast<int32_t>(round * gridDim.x + place);
 }
 
 // What an item needs of K and V. Query i of the sequence sees keys 0 .. before + i.
@@ -65,7 +79,7 @@ struct Span {
 __device__ __forceinline__ Span span_of(const UnifiedAttnParams& p, const Item& item) {
   Span s;
   s.seq = sequence_of(p, item.batch);
-  s.first_row = item.block * BLOCK_M;
+  s.first_row = static_cast<int64_t>(item.block) * BLOCK_M;
   s.before = s.seq.keys - s.seq.queries;
   const int64_t end = s.first_row + BLOCK_M < s.seq.queries ? s.first_row + BLOCK_M : s.seq.queries;
   const int64_t visible = s.first_row < s.seq.queries ? s.before + end : 0;
@@ -151,8 +165,8 @@ __device__ __forceinline__ void rescale_output(int n, float (&o)[64], const RowS
   for (int i = 0; i < 4; ++i) o[4 * n + i] = numerics::multiply(o[4 * n + i], row.alpha[i / 2]);
 }
 // visible: keys of the tile that the thread's first row sees; its second sees eight more.
-__device__ __forceinline__ void mask_scores(float (&s)[64], int64_t visible, int lane) {
-  const int64_t left = visible - 2 * (lane % 4);
+__device__ __forceinline__ void mask_scores(float (&s)[64], int visible, int lane) {
+  const int left = visible - 2 * (lane % 4);
 #pragma unroll
   for (int i = 0; i < 64; ++i)
     if (i / 4 * 8 + i % 2 >= left + i / 2 % 2 * 8) s[i] = MINUS_INFINITY;
@@ -200,7 +214,7 @@ __device__ __forceinline__ void finish(const UnifiedAttnParams& p, const Item& i
       p.lse[span.seq.batch * p.lse_stride[0] + item.head_q * p.lse_stride[1] + span.seq.first_row + i] =
           numerics::log_sum_exp(row.m[r], sum);
   }
-  const int staged = lane / 8 % 2 * 8 + lane % 8;
+  auto place = [&](int r, int chunk) { return shared_address(staging) + r * (HEAD_DIM * 2) + (chunk ^ r % 8) * 16; };
 #pragma unroll
   for (int n = 0; n < 16; n += 2) {
     uint32_t x[4];
@@ -208,19 +222,22 @@ __device__ __forceinline__ void finish(const UnifiedAttnParams& p, const Item& i
     for (int i = 0; i < 4; ++i)
       x[i] = numerics::pack_bf16(numerics::multiply(o[4 * n + 2 * i], inverse[i % 2]),
                                  numerics::multiply(o[4 * n + 2 * i + 1], inverse[i % 2]));
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(shared_address(staging) + staged * 256 +
-                                                                                       ((n + lane / 16) ^ (staged & 7)) * 16),
-                 "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(place(lane % 16, n + lane / 16)), "r"(x[0]),
+                 "r"(x[1]), "r"(x[2]), "r"(x[3])
                  : "memory");
   }
   __syncwarp();
-  bf16* out = static_cast<bf16*>(p.o) + element_offset(p.o_stride, span.seq, item.head_q);
+  // All loads, then all stores, without a branch.
+  uint4 x[8];
 #pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    const int r = 2 * i + lane / 16, chunk = lane % 16;
-    const uint4 x = *reinterpret_cast<const uint4*>(staging + r * 256 + (chunk ^ (r & 7)) * 16);
-    if (warp_row + r < span.seq.queries) reinterpret_cast<uint4*>(out + (warp_row + r) * p.o_stride[2])[chunk] = x;
-  }
+  for (int i = 0; i < 8; ++i) load_shared(x[i], place(2 * i + lane / 16, lane % 16));
+  const int64_t row_bytes = p.o_stride[2] * static_cast<int64_t>(sizeof(bf16));
+  const char* out = static_cast<const char*>(p.o) + element_offset(p.o_stride, span.seq, item.head_q) * sizeof(bf16) +
+                    (warp_row + lane / 16) * row_bytes + lane % 16 * 16;
+  const int64_t left = span.seq.queries - warp_row - lane / 16;
+  const int rows = left < 16 ? static_cast<int>(left) : 16;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) store_global_if(2 * i < rows, out + 2 * i * row_bytes, x[i]);
   __syncwarp();
 }
 
@@ -243,8 +260,8 @@ __global__ void __launch_bounds__(PREFILL_THREADS, 1)
     asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
     if (threadIdx.x >= 32) return;
     Ring<1> queries[2] = {Ring<1>(shared_address(shared.query_ring[0])), Ring<1>(shared_address(shared.query_ring[1]))};
-    for (int64_t round = 0, index; (index = dealt(round)) < schedule.items; ++round) {
-      const Item item = item_of(p, schedule, index);
+    for (int32_t round = 0, index; (index = dealt(round)) < schedule.items; ++round) {
+      const Item item = item_of(schedule, index);
       const Span span = span_of(p, item);
       if (span.tiles == 0) continue;
       const Sequence& seq = span.seq;
@@ -305,8 +322,8 @@ __global__ void __launch_bounds__(PREFILL_THREADS, 1)
   const int own_turn = 1 + consumer, other_turn = 2 - consumer;
   if (consumer == 1) named_arrive(1, 2 * WG_THREADS);
 
-  for (int64_t round = 0, index; (index = dealt(round)) < schedule.items; ++round) {
-    const Item item = item_of(p, schedule, index);
+  for (int32_t round = 0, index; (index = dealt(round)) < schedule.items; ++round) {
+    const Item item = item_of(schedule, index);
     const Span span = span_of(p, item);
     const int64_t warp_row = span.first_row + consumer * WG_ROWS + warp * 16;
     const int64_t seen = span.before + warp_row + lane / 4 + 1;  // keys that the thread's first row sees
@@ -325,7 +342,7 @@ __global__ void __launch_bounds__(PREFILL_THREADS, 1)
         written_here(s);
         release(keys);
         const int tile = span.tiles - 1;
-        if (span.masked > 0) mask_scores(s, seen - static_cast<int64_t>(tile) * BLOCK_N, lane);
+        if (span.masked > 0) mask_scores(s, static_cast<int>(seen - static_cast<int64_t>(tile) * BLOCK_N), lane);
         row_maxima(s, row, false);
 #pragma unroll
         for (int n = 0; n < 16; ++n) weigh(n, s, row);
@@ -350,7 +367,7 @@ __global__ void __launch_bounds__(PREFILL_THREADS, 1)
         wgmma_wait<1>();
         written_here(s);
         release(keys);
-        if (decltype(masked)::value) mask_scores(s, seen - static_cast<int64_t>(tile) * BLOCK_N, lane);
+        if (decltype(masked)::value) mask_scores(s, static_cast<int>(seen - static_cast<int64_t>(tile) * BLOCK_N), lane);
         row_maxima(s, row, above_zero);
         above_zero = __all_sync(~0u, (__float_as_int(row.m[0]) | __float_as_int(row.m[1])) >= 0);
         keys_came = keys.is_full();
@@ -457,6 +474,13 @@ struct Messages {
   static __device__ __forceinline__ void expect(uint32_t barrier, int bytes) {
     if constexpr (G > 1) barrier_arrive_expect(barrier, bytes);
   }
+  // The same by a warp whose own stores the barrier announces too.
+  static __device__ __forceinline__ void arrive_expect(uint32_t barrier, int bytes) {
+    if constexpr (G > 1)
+      barrier_arrive_expect(barrier, bytes);
+    else
+      barrier_arrive(barrier);
+  }
   static __device__ __forceinline__ void send(uint32_t to, int peer, uint4 x, uint32_t barrier) {
     if constexpr (G == 1)
       asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
@@ -482,72 +506,154 @@ struct Messages {
   }
 };
 
+struct DecodeSchedule {
+  Divisor heads_kv;
+  int32_t group;
+  bool mapped;  // TMA knows the strides
+};
+
 template <int G, int HEADS>
 __global__ void __launch_bounds__(DecodeTraits<G, HEADS>::THREADS, 1)
     decode_kernel(const __grid_constant__ CUtensorMap map_k, const __grid_constant__ CUtensorMap map_v,
-                  const UnifiedAttnParams p, const bool mapped) {
+                  const UnifiedAttnParams p, const DecodeSchedule schedule) {
   using T = DecodeTraits<G, HEADS>;
   using M = Messages<G>;
   extern __shared__ __align__(1024) uint8_t shared_bytes[];
   auto& shared = *reinterpret_cast<typename T::Shared*>(shared_bytes);
+  auto at = [](const auto& x) { return shared_address(&x); };
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0), lane = threadIdx.x % 32;
   const int rank = static_cast<int>(blockIdx.x) % G;
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-  if (threadIdx.x == 0) {
-    auto init = [](uint64_t& barrier, int arrivals) { barrier_init(shared_address(&barrier), arrivals); };
-    for (int i = 0; i < T::KEY_STAGES; ++i) {
-      init(shared.keys_full[i], 1);
-      init(shared.keys_empty[i], T::SET_WARPS);
+  // All that needs no global memory comes before the wait for the kernel before.
+  if (lane == 0 && warp < 5) {
+    auto init = [&](auto& barriers, int arrivals) {
+#pragma unroll
+      for (auto& barrier : barriers) barrier_init(at(barrier), arrivals);
+    };
+    if (warp == 0) {
+      init(shared.keys_full, 1);
+      init(shared.keys_empty, T::SET_WARPS);
+      if (schedule.mapped) tma_prefetch(&map_k);
+    } else if (warp == 1) {
+      init(shared.values_full, 1);
+      init(shared.values_empty, T::VALUE_WARPS);
+      if (schedule.mapped) tma_prefetch(&map_v);
+    } else if (warp == 2) {
+      init(shared.tops_full, M::arrivals(T::SET_WARPS));
+      init(shared.ready, 1);
+    } else if (warp == 3) {
+      init(shared.weights_full, M::arrivals(T::SET_WARPS + 1));
+      init(shared.chains_full, M::arrivals(T::SET_WARPS + 1));
+    } else {
+      init(shared.empty, T::VALUE_WARPS + (rank < T::SUM_RANKS ? T::SUM_WARPS : 0));
+      barrier_init(at(shared.sums_full), M::arrivals(T::SUM_WARPS));
     }
-    for (int i = 0; i < T::VALUE_STAGES; ++i) {
-      init(shared.values_full[i], 1);
-      init(shared.values_empty[i], T::VALUE_WARPS);
-    }
-    for (int i = 0; i < T::SLOTS; ++i) {
-      init(shared.tops_full[i], M::arrivals(T::SET_WARPS));
-      init(shared.ready[i], 1);
-      init(shared.weights_full[i], M::arrivals(T::SET_WARPS));
-      init(shared.chains_full[i], M::arrivals(T::SET_WARPS));
-      init(shared.empty[i], T::VALUE_WARPS + (rank < T::SUM_RANKS ? T::SUM_WARPS : 0));
-    }
-    init(shared.sums_full, M::arrivals(T::SUM_WARPS));
     barrier_fence_init();
   }
-  asm volatile("griddepcontrol.wait;" ::: "memory");  // what the kernel before wrote may be read, what it reads be written
-  const int group = static_cast<int>(p.heads_q / p.heads_kv);
-  const int64_t kv = blockIdx.x / G, head_kv = kv % p.heads_kv, head_q = head_kv * group;
-  const Sequence seq = sequence_of(p, kv / p.heads_kv);
-  const int tiles = static_cast<int>((seq.keys + BLOCK_N - 1) / BLOCK_N), rounds = (tiles + G - 1) / G;
+  __syncwarp();
+  if constexpr (G > 1) {
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+  } else {
+    __syncthreads();
+  }
+  const int group = schedule.group;
+  const uint32_t kv = blockIdx.x / G, batch = schedule.heads_kv.quotient(kv);
+  const int64_t head_kv = kv - batch * schedule.heads_kv.by, head_q = head_kv * group;
+  Sequence seq = {1, p.seqlen_kv, 0, batch};
   bf16* const out = static_cast<bf16*>(p.o) + element_offset(p.o_stride, seq, head_q) + rank * T::DIMS;
   float* const lse = p.lse ? p.lse + seq.batch * p.lse_stride[0] + head_q * p.lse_stride[1] : nullptr;
+  // What the kernel before wrote may be read only behind wait_before(), and what it reads be written. Who loads calls it; what
+  // the others do follows from those loads.
+  auto wait_before = [] { asm volatile("griddepcontrol.wait;" ::: "memory"); };
+  if (p.lengths) {
+    wait_before();
+    const int64_t given = p.lengths[batch];
+    seq.keys = given < 0 ? 0 : given < seq.keys ? given : seq.keys;
+  }
+  const int tiles = static_cast<int>((seq.keys + BLOCK_N - 1) / BLOCK_N), rounds = (tiles + G - 1) / G;
   if (tiles == 0) {
+    wait_before();
     for (int i = threadIdx.x; i < group * T::DIMS; i += T::THREADS)
       out[i / T::DIMS * p.o_stride[1] + i % T::DIMS] = __ushort_as_bfloat16(0);
     if (lse && rank == 0 && static_cast<int>(threadIdx.x) < group) lse[threadIdx.x * p.lse_stride[1]] = MINUS_INFINITY;
     return;
   }
-  __syncthreads();
-  if constexpr (G > 1) {
-    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
-    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-  }
   auto slot_of = [](int round) { return round % T::SLOTS; };
   auto slot_parity = [](int round) { return static_cast<uint32_t>(round / T::SLOTS & 1); };
-  auto at = [](const auto& x) { return shared_address(&x); };
 
-  if (warp < T::VALUE_FIRST) {
+  if (warp >= T::LOAD_KEYS) {
+    // ------------------------------------------------------------------ loads
+    // A whole warp waits and one lane asks TMA; rows that TMA cannot know the end of are copied by all.
+    const int head = static_cast<int>(head_kv);
+    auto first_key = [&](int step) { return (tiles - 1 - step) * BLOCK_N; };
+    auto copy = [&](uint8_t* to, auto width, int boxes, const void* from, const int64_t (&stride)[3], int64_t first) {
+      constexpr int WIDTH = decltype(width)::value, CHUNKS = WIDTH / 16;
+      const bf16* const base = static_cast<const bf16*>(from) + element_offset(stride, seq, head) + first * stride[2];
+      const int64_t left = seq.keys - first;
+      for (int i = lane; i < BLOCK_N * CHUNKS * boxes; i += 32) {
+        const int box = i / (BLOCK_N * CHUNKS), r = i / CHUNKS % BLOCK_N, chunk = i % CHUNKS;
+        uint4 x = {0, 0, 0, 0};
+        if (r < left) x = *reinterpret_cast<const uint4*>(base + r * stride[2] + (box * CHUNKS + chunk) * CHUNK);
+        *reinterpret_cast<uint4*>(to + box * BLOCK_N * WIDTH + swizzled<WIDTH>(r, chunk)) = x;
+      }
+      fence_async_proxy();
+      __syncwarp();
+    };
+    if (warp == T::LOAD_KEYS) {
+#pragma unroll 1
+      for (int round = 0, step = rank; step < tiles; ++round, step += G) {
+        const int stage = round % T::KEY_STAGES;
+        const uint32_t barrier = at(shared.keys_full[stage]);
+        if (round >= T::KEY_STAGES) barrier_wait(at(shared.keys_empty[stage]), (round / T::KEY_STAGES & 1) ^ 1);
+        if (round == 0) wait_before();
+        if (!schedule.mapped) {
+          copy(shared.sK[stage][0], std::integral_constant<int, HALF_COLUMNS * 2>{}, 2, p.k, p.k_stride, first_key(step));
+          if (lane == 0) barrier_arrive(barrier);
+        } else if (lane == 0) {
+          barrier_arrive_expect(barrier, sizeof(shared.sK[stage]));
+          for (int half = 0; half < 2; ++half)
+            tma_load(at(shared.sK[stage][half]), &map_k, half * HALF_COLUMNS, first_key(step), head, batch, barrier);
+        }
+      }
+    } else {
+#pragma unroll 1
+      for (int round = 0; round < rounds; ++round) {
+        const int stage = round % T::VALUE_STAGES, here = tiles - round * G < G ? tiles - round * G : G;
+        const uint32_t barrier = at(shared.values_full[stage]);
+        if (round >= T::VALUE_STAGES) barrier_wait(at(shared.values_empty[stage]), (round / T::VALUE_STAGES & 1) ^ 1);
+        // Only the last tile of a sequence, which comes first, is copied by hand where TMA may be used.
+        const int by_hand = !schedule.mapped ? here : p.lengths && seq.keys - first_key(round * G) < BLOCK_N ? 1 : 0;
+        if (round == 0) wait_before();
+        for (int t = 0; t < by_hand; ++t)
+          copy(shared.sV[stage][t][0], std::integral_constant<int, T::BOX_DIMS * 2>{}, T::BOXES,
+               static_cast<const bf16*>(p.v) + rank * T::DIMS, p.v_stride, first_key(round * G + t));
+        if (lane == 0) {
+          barrier_arrive_expect(barrier, (here - by_hand) * T::VALUE_BYTES);
+          for (int t = by_hand; t < here; ++t)
+            for (int box = 0; box < T::BOXES; ++box)
+              tma_load(at(shared.sV[stage][t][box]), &map_v, rank * T::DIMS + box * T::BOX_DIMS, first_key(round * G + t), head,
+                       batch, barrier);
+        }
+      }
+    }
+  } else if (warp < T::VALUE_FIRST) {
     // ------------------------------------------------------------------ scores of one tile a round, 32 keys a warp
     const int set = warp / T::SET_WARPS, part = warp % T::SET_WARPS;
     const int head = lane / 4 % (HEADS < 8 ? HEADS : 8), copy = lane / T::FRAGMENT_LANES;
     const bf16* gQ = static_cast<const bf16*>(p.q) + element_offset(p.q_stride, seq, head_q);
     uint32_t q[QUERY_SLICES][4];
+    wait_before();
     load_query(q, head < group ? gQ + head * p.q_stride[1] : nullptr,
                T::HALVES == 2 && head + 8 < group ? gQ + (head + 8) * p.q_stride[1] : nullptr, lane);
     const int key_row = part * 32 + (lane >> 4) * 8 + (lane & 7);
+#pragma unroll 1
     for (int round = set; round < rounds; round += T::SETS) {
       const int step = round * G + rank, stage = round % T::KEY_STAGES;
       const bool mine = step < tiles;
       auto& slot = shared.slots[slot_of(round)];
+      // Peers' next maxima may come into the slot of this set's last round from now on.
+      if (G > 1 && round >= T::SETS) barrier_wait(at(shared.ready[slot_of(round - T::SETS)]), slot_parity(round - T::SETS));
       float s[4][4], top[T::HALVES];
 #pragma unroll
       for (int r = 0; r < T::HALVES; ++r) top[r] = MINUS_INFINITY;
@@ -594,10 +700,19 @@ __global__ void __launch_bounds__(DecodeTraits<G, HEADS>::THREADS, 1)
       }
       M::sent(tops_full, lane);
       if (!mine) continue;
-      barrier_wait(at(shared.ready[slot_of(round)]), slot_parity(round));
+      const auto& before = shared.slots[slot_of(round - 1 + T::SLOTS)];
+      if (round > 0) barrier_wait(at(shared.ready[slot_of(round - 1)]), slot_parity(round - 1));
+      barrier_wait(tops_full, slot_parity(round));
 #pragma unroll
       for (int r = 0; r < T::HALVES; ++r) {
-        const float h = numerics::scaled(numerics::frame(slot.maximum[rank][head + 8 * r]));
+        // The running maximum from the maxima themselves: what the warp of maxima makes of them comes later.
+        float m = MINUS_INFINITY;
+#pragma unroll
+        for (int t = 0; t < G; ++t)
+          if (t <= rank) m = numerics::maximum(m, slot.tops[t][lane % 4][head + 8 * r]);
+        m = numerics::quad_maximum(m);
+        if (round > 0) m = numerics::maximum(m, before.maximum[G - 1][head + 8 * r]);
+        const float h = numerics::scaled(numerics::frame(m));
         uint32_t weights[4];
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
@@ -631,14 +746,17 @@ __global__ void __launch_bounds__(DecodeTraits<G, HEADS>::THREADS, 1)
     const int column = 2 * (lane % 4) % (HEADS < 8 ? HEADS : 8);  // of this lane's accumulators
     float o[T::HALVES][4] = {};
     if (own == 0 && lane == 0) M::expect(at(shared.sums_full), HEADS * sizeof(float));
+#pragma unroll 1
     for (int round = 0; round < rounds; ++round) {
       const auto& slot = shared.slots[slot_of(round)];
       const int stage = round % T::VALUE_STAGES;
-      auto add_tile = [&](int t) {
-        uint32_t v[KEY_SLICES_N][4], w[T::HALVES][KEY_SLICES_N / 2][4];
+      auto load_values = [&](uint32_t (&v)[KEY_SLICES_N][4], int t) {
 #pragma unroll
         for (int n = 0; n < KEY_SLICES_N; ++n)
           load_matrices_transposed(v[n], value_base + (stage * G + t) * T::VALUE_BYTES + n * 16 * T::BOX_DIMS * 2);
+      };
+      auto add_tile = [&](const uint32_t (&v)[KEY_SLICES_N][4], int t) {
+        uint32_t w[T::HALVES][KEY_SLICES_N / 2][4];
 #pragma unroll
         for (int r = 0; r < T::HALVES; ++r) {
 #pragma unroll
@@ -656,13 +774,23 @@ __global__ void __launch_bounds__(DecodeTraits<G, HEADS>::THREADS, 1)
           for (int r = 0; r < T::HALVES; ++r)
             numerics::mma_m16n8k16(o[r], v[n], w[r][n / 2][n % 2 * 2], w[r][n / 2][n % 2 * 2 + 1]);
       };
-      barrier_wait(at(shared.weights_full[slot_of(round)]), slot_parity(round));
+      uint32_t v[KEY_SLICES_N][4];
       barrier_wait(at(shared.values_full[stage]), round / T::VALUE_STAGES & 1);
+      load_values(v, 0);
+      barrier_wait(at(shared.weights_full[slot_of(round)]), slot_parity(round));
+      add_tile(v, 0);
       if ((round + 1) * G <= tiles) {
 #pragma unroll
-        for (int t = 0; t < G; ++t) add_tile(t);
+        for (int t = 1; t < G; ++t) {
+          load_values(v, t);
+          add_tile(v, t);
+        }
       } else {
-        for (int t = 0; round * G + t < tiles; ++t) add_tile(t);
+#pragma unroll 1
+        for (int t = 1; round * G + t < tiles; ++t) {
+          load_values(v, t);
+          add_tile(v, t);
+        }
       }
       if (lane == 0 && is_known(o[0][0]) && is_known(o[T::HALVES - 1][0])) {
         barrier_arrive(at(shared.values_empty[stage]));
@@ -687,6 +815,7 @@ __global__ void __launch_bounds__(DecodeTraits<G, HEADS>::THREADS, 1)
     constexpr int PARTS = 32 / HEADS, TURNS = (G + PARTS - 1) / PARTS;
     const int head = lane % HEADS, part = lane / HEADS;
     float m = MINUS_INFINITY;
+#pragma unroll 1
     for (int round = 0; round < rounds; ++round) {
       auto& slot = shared.slots[slot_of(round)];
       const uint32_t full = at(shared.tops_full[slot_of(round)]);
@@ -713,17 +842,19 @@ __global__ void __launch_bounds__(DecodeTraits<G, HEADS>::THREADS, 1)
       __syncwarp();
       const int here = tiles - round * G < G ? tiles - round * G : G;
       if (lane == 0) barrier_arrive(at(shared.ready[slot_of(round)]));
-      if (lane == 0) M::expect(at(shared.weights_full[slot_of(round)]), here * static_cast<int>(sizeof(slot.weights[0])));
+      if (lane == 0)
+        M::arrive_expect(at(shared.weights_full[slot_of(round)]), here * static_cast<int>(sizeof(slot.weights[0])));
       if (lane == 16 && rank < T::SUM_RANKS)
-        M::expect(at(shared.chains_full[slot_of(round)]), here * T::SUM_HEADS * BLOCK_N * sizeof(float));
+        M::arrive_expect(at(shared.chains_full[slot_of(round)]), here * T::SUM_HEADS * BLOCK_N * sizeof(float));
       __syncwarp();
     }
-  } else if (warp < T::LOAD_KEYS) {
+  } else {
     // ------------------------------------------------------------------ row sums: a lane is a quad lane of a row
     const int chain = (warp - T::SUM_FIRST) * 32 + lane, row = rank * T::SUM_HEADS + chain / 4;
     if (rank < T::SUM_RANKS) {
       const int used = chain < T::SUM_HEADS * 4 ? chain : 0, head = rank * T::SUM_HEADS + used / 4;
       float l = 0.f, m = MINUS_INFINITY;
+#pragma unroll 1
       for (int round = 0; round < rounds; ++round) {
         const auto& slot = shared.slots[slot_of(round)];
         auto add_tile = [&](int t) {
@@ -750,65 +881,12 @@ __global__ void __launch_bounds__(DecodeTraits<G, HEADS>::THREADS, 1)
       }
       const float sum = numerics::quad_sum(l);
       if (chain < T::SUM_HEADS * 4 && lane % 4 == 0) {
-        if (lse && row < group) lse[row * p.lse_stride[1]] = numerics::log_sum_exp(m, sum);
+#pragma unroll
         for (int peer = 0; peer < G; ++peer) M::send(at(shared.sums[row]), peer, sum, at(shared.sums_full));
       }
       M::sent(at(shared.sums_full), lane);
-    }
-  } else {
-    // ------------------------------------------------------------------ loads
-    // A whole warp waits and one lane asks TMA; rows that TMA cannot know the end of are copied by all.
-    const bool of_keys = warp == T::LOAD_KEYS;
-    const int64_t row_stride = of_keys ? p.k_stride[2] : p.v_stride[2];
-    const bf16* const base = static_cast<const bf16*>(of_keys ? p.k : p.v) +
-                             element_offset(of_keys ? p.k_stride : p.v_stride, seq, head_kv) + (of_keys ? 0 : rank * T::DIMS);
-    auto copy = [&](uint8_t* to, auto width, int boxes, int64_t first) {
-      constexpr int WIDTH = decltype(width)::value, CHUNKS = WIDTH / 16;
-      const int64_t left = seq.keys - first;
-      for (int i = lane; i < BLOCK_N * CHUNKS * boxes; i += 32) {
-        const int box = i / (BLOCK_N * CHUNKS), r = i / CHUNKS % BLOCK_N, chunk = i % CHUNKS;
-        uint4 x = {0, 0, 0, 0};
-        if (r < left) x = *reinterpret_cast<const uint4*>(base + (first + r) * row_stride + (box * CHUNKS + chunk) * CHUNK);
-        *reinterpret_cast<uint4*>(to + box * BLOCK_N * WIDTH + swizzled<WIDTH>(r, chunk)) = x;
-      }
-      fence_async_proxy();
-      __syncwarp();
-    };
-    const int head = static_cast<int>(head_kv), batch = static_cast<int>(seq.batch);
-    if (of_keys) {
-      for (int round = 0; round < rounds; ++round) {
-        const int step = round * G + rank, stage = round % T::KEY_STAGES;
-        if (step >= tiles) break;
-        const int64_t first = static_cast<int64_t>(tiles - 1 - step) * BLOCK_N;
-        if (round >= T::KEY_STAGES) barrier_wait(at(shared.keys_empty[stage]), (round / T::KEY_STAGES & 1) ^ 1);
-        const uint32_t barrier = at(shared.keys_full[stage]);
-        if (!mapped) {
-          copy(shared.sK[stage][0], std::integral_constant<int, HALF_COLUMNS * 2>{}, 2, first);
-          if (lane == 0) barrier_arrive(barrier);
-        } else if (lane == 0) {
-          barrier_arrive_expect(barrier, sizeof(shared.sK[stage]));
-          for (int half = 0; half < 2; ++half)
-            tma_load(at(shared.sK[stage][half]), &map_k, half * HALF_COLUMNS, static_cast<int>(first), head, batch, barrier);
-        }
-      }
-    } else {
-      for (int round = 0; round < rounds; ++round) {
-        const int stage = round % T::VALUE_STAGES, here = tiles - round * G < G ? tiles - round * G : G;
-        if (round >= T::VALUE_STAGES) barrier_wait(at(shared.values_empty[stage]), (round / T::VALUE_STAGES & 1) ^ 1);
-        const uint32_t barrier = at(shared.values_full[stage]);
-        auto first_key = [&](int t) { return static_cast<int64_t>(tiles - 1 - (round * G + t)) * BLOCK_N; };
-        // Only the last tile of a sequence, which comes first, is copied by hand where TMA may be used.
-        const int by_hand = !mapped ? here : p.lengths && seq.keys - first_key(0) < BLOCK_N ? 1 : 0;
-        for (int t = 0; t < by_hand; ++t)
-          copy(shared.sV[stage][t][0], std::integral_constant<int, T::BOX_DIMS * 2>{}, T::BOXES, first_key(t));
-        if (lane == 0) {
-          barrier_arrive_expect(barrier, (here - by_hand) * T::VALUE_BYTES);
-          for (int t = by_hand; t < here; ++t)
-            for (int box = 0; box < T::BOXES; ++box)
-              tma_load(at(shared.sV[stage][t][box]), &map_v, rank * T::DIMS + box * T::BOX_DIMS, static_cast<int>(first_key(t)),
-                       head, batch, barrier);
-        }
-      }
+      if (lse && chain < T::SUM_HEADS * 4 && lane % 4 == 0 && row < group)
+        lse[row * p.lse_stride[1]] = numerics::log_sum_exp(m, sum);
     }
   }
 }
@@ -904,7 +982,7 @@ int launch(int64_t ctas, int cluster, int threads, size_t shared_bytes, bool ove
 // are one sequence of `rows`. Strides in elements, multiples of 8. False where no map says such strides (a dimension that
 // repeats its elements has none): the kernel copies by hand then.
 bool tensor_map(CUtensorMap* map, const void* base, int64_t rows, int64_t heads, int64_t batch, const int64_t (&stride)[3],
-                int box_rows, int box_columns) {
+                int box_rows, int box_columns, CUtensorMapL2promotion promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_256B) {
   constexpr int64_t LIMIT = int64_t{1} << 39;  // elements
   const int64_t size[3] = {rows, heads, batch}, step[3] = {stride[2], stride[1], stride[0]};
   cuuint64_t sizes[4] = {HEAD_DIM}, strides[3];
@@ -920,7 +998,7 @@ bool tensor_map(CUtensorMap* map, const void* base, int64_t rows, int64_t heads,
                                      : box_columns == 32 ? CU_TENSOR_MAP_SWIZZLE_64B
                                                          : CU_TENSOR_MAP_SWIZZLE_32B;
   return cuTensorMapEncodeTiled(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, const_cast<void*>(base), sizes, strides, box, steps,
-                                CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                                CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, promotion,
                                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
@@ -929,15 +1007,24 @@ int launch_prefill(const UnifiedAttnParams* p, int num_sms, void* stream) {
   const int64_t rows_q = p->cu_seqlens ? INT32_MAX : p->seqlen_q, rows_kv = p->cu_seqlens ? INT32_MAX : p->seqlen_kv;
   const int64_t batch = p->cu_seqlens ? 1 : p->batch;
   CUtensorMap map_q{}, map_k{}, map_v{};
-  PrefillSchedule s;
+  const int64_t blocks = (p->seqlen_q + BLOCK_M - 1) / BLOCK_M, kv_heads = p->batch * p->heads_kv;
+  const int64_t group = p->heads_q / p->heads_kv, items = blocks * p->batch * p->heads_q;
+  const int64_t ctas = items < num_sms ? items : num_sms;
+  if (items > INT32_MAX - ctas) return TOO_LARGE;
+  const int64_t section = prefill_section(kv_heads, p->seqlen_kv), last = (kv_heads - 1) / section;
+  PrefillSchedule s{Divisor(group),
+                    Divisor(p->heads_kv),
+                    Divisor(section * group * blocks),
+                    Divisor(section * group),
+                    Divisor((kv_heads - last * section) * group),
+                    static_cast<int32_t>(blocks),
+                    static_cast<int32_t>(items),
+                    static_cast<int32_t>(section),
+                    static_cast<int32_t>(last),
+                    false};
   s.mapped = tensor_map(&map_q, p->q, rows_q, p->heads_q, batch, p->q_stride, WG_ROWS, HALF_COLUMNS) &&
              tensor_map(&map_k, p->k, rows_kv, p->heads_kv, batch, p->k_stride, BLOCK_N, HALF_COLUMNS) &&
              tensor_map(&map_v, p->v, rows_kv, p->heads_kv, batch, p->v_stride, BLOCK_N, HALF_COLUMNS);
-  s.blocks = (p->seqlen_q + BLOCK_M - 1) / BLOCK_M;
-  s.kv_heads = p->batch * p->heads_kv;
-  s.section = prefill_section(s.kv_heads, p->seqlen_kv);
-  s.items = s.blocks * p->batch * p->heads_q;
-  const int64_t ctas = s.items < num_sms ? s.items : num_sms;
   return launch<prefill_kernel>(ctas, 1, PREFILL_THREADS, sizeof(PrefillShared), false, stream, map_q, map_k, map_v, *p, s);
 }
 
@@ -945,10 +1032,17 @@ template <int G, int HEADS>
 int launch_decode_heads(const UnifiedAttnParams* p, void* stream) {
   using T = DecodeTraits<G, HEADS>;
   CUtensorMap map_k{}, map_v{};
-  const bool mapped = tensor_map(&map_k, p->k, p->seqlen_kv, p->heads_kv, p->batch, p->k_stride, BLOCK_N, HALF_COLUMNS) &&
-                      tensor_map(&map_v, p->v, p->seqlen_kv, p->heads_kv, p->batch, p->v_stride, BLOCK_N, T::BOX_DIMS);
+  // Fetching 256 bytes at once halves the misses of a short call and costs 4 % of the bandwidth of a long one.
+  constexpr int64_t SHORT_BYTES = 16 << 20, KEY_BYTES = 2 * HEAD_DIM * sizeof(bf16);
+  const CUtensorMapL2promotion promotion = p->seqlen_kv <= SHORT_BYTES / KEY_BYTES / (p->batch * p->heads_kv)
+                                               ? CU_TENSOR_MAP_L2_PROMOTION_L2_256B
+                                               : CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
+  const bool mapped =
+      tensor_map(&map_k, p->k, p->seqlen_kv, p->heads_kv, p->batch, p->k_stride, BLOCK_N, HALF_COLUMNS, promotion) &&
+      tensor_map(&map_v, p->v, p->seqlen_kv, p->heads_kv, p->batch, p->v_stride, BLOCK_N, T::BOX_DIMS, promotion);
+  const DecodeSchedule schedule{Divisor(p->heads_kv), static_cast<int32_t>(p->heads_q / p->heads_kv), mapped};
   return launch<decode_kernel<G, HEADS>>(p->batch * p->heads_kv * G, G, T::THREADS, sizeof(typename T::Shared), true, stream,
-                                         map_k, map_v, *p, mapped);
+                                         map_k, map_v, *p, schedule);
 }
 template <int G>
 int launch_decode(const UnifiedAttnParams* p, void* stream) {
