@@ -23,12 +23,11 @@ __device__ __forceinline__ void wgmma_columns(float (&d)[64], const uint32_t (&a
                : ACC64(d)
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
-// The largest of three, of which at least one is not negative: such floats are ordered as their bits are. What this leaves of
-// maximum() is the flush of a subnormal result, which every use of a maximum does again, and NaN: it may become the result,
-// but weight, sum and output of its row are NaN either way.
-__device__ __forceinline__ float maximum_above_zero(float a, float b, float c) {
-  return __int_as_float(__vimax3_s32(__float_as_int(a), __float_as_int(b), __float_as_int(c)));
-}
+// The largest of floats, of which at least one is not negative, by their bits: these are ordered as the floats are. What this
+// leaves of maximum() is the flush of a subnormal result, which every use of a maximum does again, and NaN: it may become the
+// result, but weight, sum and output of its row are NaN either way.
+__device__ __forceinline__ int maximum_above_zero(int a, int b, int c) { return __vimax3_s32(a, b, c); }
+__device__ __forceinline__ int maximum_above_zero(int a, int b) { return max(a, b); }
 }  // namespace numerics
 #undef ACC8
 #undef ACC64

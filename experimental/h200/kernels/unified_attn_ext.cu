@@ -59,7 +59,8 @@ __device__ __forceinline__ Item item_of(const PrefillSchedule& s, int32_t index)
   const uint32_t section = s.section.quotient(index), rest = index - section * s.section.by;
   const Divisor& heads = static_cast<int32_t>(section) == s.last_section ? s.last_heads : s.heads;
   const uint32_t row = heads.quotient(rest), head = rest - row * heads.by, head_of_kv = s.group.quotient(head);
-  const uint32_t kv = section * s.section_kv + head_of_kv, batch = s.heads_kv.quotient(kv), head_kv = kv - batch * s.heads_kv.by;
+  const uint32_t kv = section * s.section_kv + head_of_kv, batch = s.heads_kv.quotient(kv),
+                 head_kv = kv - batch * s.heads_kv.by;
   return {static_cast<int32_t>(s.blocks - 1 - row), static_cast<int32_t>(batch),
           static_cast<int32_t>(head_kv * s.group.by + head - head_of_kv * s.group.by), static_cast<int32_t>(head_kv)};
 }
@@ -115,40 +116,47 @@ __device__ __forceinline__ void set_maximum(int r, float m, RowState& row) {
   row.alpha[r] = numerics::rescale(row.m[r], f);
   row.m[r] = m;
 }
-__device__ __forceinline__ float row_maximum(int r, const float (&s)[64], float top) {
+__device__ __forceinline__ float row_maximum(int r, const float (&s)[64]) {
+  float top = numerics::maximum(s[2 * r], s[2 * r + 1]);
 #pragma unroll
-  for (int n = 0; n < 16; ++n) top = numerics::maximum(numerics::maximum(top, s[4 * n + 2 * r]), s[4 * n + 2 * r + 1]);
+  for (int n = 1; n < 16; ++n) top = numerics::maximum(top, numerics::maximum(s[4 * n + 2 * r], s[4 * n + 2 * r + 1]));
   return numerics::quad_maximum(top);
 }
-// The same where `top` is not negative, in half as many instructions.
-__device__ __forceinline__ float row_maximum_above_zero(int r, const float (&s)[64], float top) {
-  float even = numerics::maximum_above_zero(top, s[2 * r], s[2 * r + 1]);
-  float odd = numerics::maximum_above_zero(top, s[4 + 2 * r], s[4 + 2 * r + 1]);
+// The bits of the largest of `top`, which is not negative, and the row, in half as many instructions.
+__device__ __forceinline__ int row_maximum_above_zero(int r, const float (&s)[64], float top) {
+  auto bits = [&](int n, int e) { return __float_as_int(s[4 * n + 2 * r + e]); };
+  int even = numerics::maximum_above_zero(__float_as_int(top), bits(0, 0), bits(0, 1));
+  int odd = numerics::maximum_above_zero(bits(1, 0), bits(1, 1));
 #pragma unroll
-  for (int n = 2; n < 16; n += 2) {
-    even = numerics::maximum_above_zero(even, s[4 * n + 2 * r], s[4 * n + 2 * r + 1]);
-    odd = numerics::maximum_above_zero(odd, s[4 * n + 4 + 2 * r], s[4 * n + 4 + 2 * r + 1]);
+  for (int n = 2; n < 16; ++n) {
+    int& chain = n % 2 ? odd : even;
+    chain = numerics::maximum_above_zero(chain, bits(n, 0), bits(n, 1));
   }
-  even = numerics::maximum_above_zero(even, odd, __shfl_xor_sync(~0u, numerics::maximum_above_zero(even, odd, odd), 2));
-  return numerics::maximum_above_zero(even, even, __shfl_xor_sync(~0u, even, 1));
+  even = numerics::maximum_above_zero(even, odd);
+  even = numerics::maximum_above_zero(even, __shfl_xor_sync(~0u, even, 2));
+  return numerics::maximum_above_zero(even, __shfl_xor_sync(~0u, even, 1));
 }
 // `above_zero`: no running maximum of this warp is negative.
 __device__ __forceinline__ void row_maxima(const float (&s)[64], RowState& row, bool above_zero) {
-  float m[2];
   if (above_zero) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) m[r] = row_maximum_above_zero(r, s, row.m[r]);
+    const int first = row_maximum_above_zero(0, s, row.m[0]), second = row_maximum_above_zero(1, s, row.m[1]);
+    set_maximum(0, __int_as_float(first), row);
+    set_maximum(1, __int_as_float(second), row);
   } else {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) m[r] = row_maximum(r, s, row.m[r]);
+    set_maximum(0, numerics::maximum(row.m[0], row_maximum(0, s)), row);
+    set_maximum(1, numerics::maximum(row.m[1], row_maximum(1, s)), row);
   }
-#pragma unroll
-  for (int r = 0; r < 2; ++r) set_maximum(r, m[r], row);
+}
+// x, which the compiler cannot have before the weight p is known: no weight has a sign, NaN neither.
+__device__ __forceinline__ float behind(float x, float p) {
+  float y;
+  asm("lop3.b32 %0, %1, %2, 0x80000000, 0xf8;" : "=f"(y) : "f"(x), "f"(p));  // x | (p & sign)
+  return y;
 }
 // Weights and sums of columns 8n .. 8n + 7 (of a thread two a row).
-__device__ __forceinline__ void weigh(int n, float (&s)[64], RowState& row) {
+__device__ __forceinline__ void weigh(int n, float (&s)[64], RowState& row, const float (&h)[2]) {
 #pragma unroll
-  for (int i = 0; i < 4; ++i) s[4 * n + i] = numerics::probability(s[4 * n + i], row.h[i / 2]);
+  for (int i = 0; i < 4; ++i) s[4 * n + i] = numerics::probability(s[4 * n + i], h[i / 2]);
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const float first = s[4 * n + 2 * r];
@@ -160,9 +168,9 @@ __device__ __forceinline__ void round_weights(const float (&s)[64], uint32_t (&p
 #pragma unroll
   for (int i = 0; i < 32; ++i) p[i / 4][i % 4] = numerics::pack_bf16(s[2 * i], s[2 * i + 1]);
 }
-__device__ __forceinline__ void rescale_output(int n, float (&o)[64], const RowState& row) {
+__device__ __forceinline__ void rescale_output(int n, float (&o)[64], const float (&alpha)[2]) {
 #pragma unroll
-  for (int i = 0; i < 4; ++i) o[4 * n + i] = numerics::multiply(o[4 * n + i], row.alpha[i / 2]);
+  for (int i = 0; i < 4; ++i) o[4 * n + i] = numerics::multiply(o[4 * n + i], alpha[i / 2]);
 }
 // visible: keys of the tile that the thread's first row sees; its second sees eight more.
 __device__ __forceinline__ void mask_scores(float (&s)[64], int visible, int lane) {
@@ -214,7 +222,7 @@ __device__ __forceinline__ void finish(const UnifiedAttnParams& p, const Item& i
       p.lse[span.seq.batch * p.lse_stride[0] + item.head_q * p.lse_stride[1] + span.seq.first_row + i] =
           numerics::log_sum_exp(row.m[r], sum);
   }
-  auto place = [&](int r, int chunk) { return shared_address(staging) + r * (HEAD_DIM * 2) + (chunk ^ r % 8) * 16; };
+  const int staged = lane / 8 % 2 * 8 + lane % 8;
 #pragma unroll
   for (int n = 0; n < 16; n += 2) {
     uint32_t x[4];
@@ -222,22 +230,19 @@ __device__ __forceinline__ void finish(const UnifiedAttnParams& p, const Item& i
     for (int i = 0; i < 4; ++i)
       x[i] = numerics::pack_bf16(numerics::multiply(o[4 * n + 2 * i], inverse[i % 2]),
                                  numerics::multiply(o[4 * n + 2 * i + 1], inverse[i % 2]));
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(place(lane % 16, n + lane / 16)), "r"(x[0]),
-                 "r"(x[1]), "r"(x[2]), "r"(x[3])
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(shared_address(staging) + staged * 256 +
+                                                                                       ((n + lane / 16) ^ (staged & 7)) * 16),
+                 "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
                  : "memory");
   }
   __syncwarp();
-  // All loads, then all stores, without a branch.
-  uint4 x[8];
+  bf16* out = static_cast<bf16*>(p.o) + element_offset(p.o_stride, span.seq, item.head_q);
 #pragma unroll
-  for (int i = 0; i < 8; ++i) load_shared(x[i], place(2 * i + lane / 16, lane % 16));
-  const int64_t row_bytes = p.o_stride[2] * static_cast<int64_t>(sizeof(bf16));
-  const char* out = static_cast<const char*>(p.o) + element_offset(p.o_stride, span.seq, item.head_q) * sizeof(bf16) +
-                    (warp_row + lane / 16) * row_bytes + lane % 16 * 16;
-  const int64_t left = span.seq.queries - warp_row - lane / 16;
-  const int rows = left < 16 ? static_cast<int>(left) : 16;
-#pragma unroll
-  for (int i = 0; i < 8; ++i) store_global_if(2 * i < rows, out + 2 * i * row_bytes, x[i]);
+  for (int i = 0; i < 8; ++i) {
+    const int r = 2 * i + lane / 16, chunk = lane % 16;
+    const uint4 x = *reinterpret_cast<const uint4*>(staging + r * 256 + (chunk ^ (r & 7)) * 16);
+    if (warp_row + r < span.seq.queries) reinterpret_cast<uint4*>(out + (warp_row + r) * p.o_stride[2])[chunk] = x;
+  }
   __syncwarp();
 }
 
@@ -345,7 +350,7 @@ __global__ void __launch_bounds__(PREFILL_THREADS, 1)
         if (span.masked > 0) mask_scores(s, static_cast<int>(seen - static_cast<int64_t>(tile) * BLOCK_N), lane);
         row_maxima(s, row, false);
 #pragma unroll
-        for (int n = 0; n < 16; ++n) weigh(n, s, row);
+        for (int n = 0; n < 16; ++n) weigh(n, s, row, row.h);
         round_weights(s, weights);
       }
       // Scores of a tile, then P V of the tile before it, and its maxima as that ends. Whether the next step's operands have
@@ -369,16 +374,25 @@ __global__ void __launch_bounds__(PREFILL_THREADS, 1)
         release(keys);
         if (decltype(masked)::value) mask_scores(s, static_cast<int>(seen - static_cast<int64_t>(tile) * BLOCK_N), lane);
         row_maxima(s, row, above_zero);
-        above_zero = __all_sync(~0u, (__float_as_int(row.m[0]) | __float_as_int(row.m[1])) >= 0);
         keys_came = keys.is_full();
         values_came = values.next().is_full();
+        above_zero = __all_sync(~0u, (__float_as_int(row.m[0]) | __float_as_int(row.m[1])) >= 0);
         wgmma_wait<0>();
         written_here(o);
         release(values);
+        // In four parts, each behind a weight of the part before: that spreads the exponentials, of which ptxas would put as
+        // many as it can at once, and costs four instructions a part.
+        float h[2] = {row.h[0], row.h[1]}, alpha[2] = {row.alpha[0], row.alpha[1]};
 #pragma unroll
         for (int n = 0; n < 16; ++n) {
-          weigh(n, s, row);
-          rescale_output(n, o, row);
+          if (n > 0 && n % 4 == 0)
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+              h[r] = behind(h[r], s[4 * (n - 3) + 2 * r]);
+              alpha[r] = behind(alpha[r], s[4 * (n - 3) + 2 * r]);
+            }
+          weigh(n, s, row, h);
+          rescale_output(n, o, alpha);
         }
         round_weights(s, weights);
       };
@@ -893,10 +907,10 @@ __global__ void __launch_bounds__(DecodeTraits<G, HEADS>::THREADS, 1)
 
 // --------------------------------------------------------------------------------------------- tile policy and launch
 // CTAs of a cluster in decode: more of them shorten the chain of products and read K once together. All clusters should run
-// at once, and of an H200's 132 multiprocessors only 120 can be had in clusters of four or eight. Eight pay from 128 tiles on.
+// at once, and of an H200's 132 multiprocessors only 120 can be had in clusters of four or eight. Eight pay from 64 tiles on.
 int decode_cluster(int64_t kv_heads, int64_t tiles, int num_sms) {
   auto pays = [&](int ctas) {
-    return tiles >= (ctas == 8 ? 128 : ctas) && kv_heads * ctas <= (ctas == 2 ? num_sms : num_sms * 10 / 11);
+    return tiles >= (ctas == 8 ? 64 : ctas) && kv_heads * ctas <= (ctas == 2 ? num_sms : num_sms * 10 / 11);
   };
   int ctas = 1;
   while (ctas < 8 && pays(2 * ctas)) ctas *= 2;
