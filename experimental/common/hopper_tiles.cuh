@@ -12,15 +12,32 @@
 namespace {
 
 // ------------------------------------------------------------------------------------------------------------ barriers
+// Debug builds. BARRIER_DELAYS: who waited or is about to arrive or to load is held up at random, for up to two microseconds.
+// EVERY_LANE_ARRIVES: for racecheck, which does not see that one lane arrives for its warp.
+__device__ __forceinline__ void perhaps_delay() {
+#ifdef BARRIER_DELAYS
+  const uint32_t x =
+      (static_cast<uint32_t>(clock64()) ^ threadIdx.x / 32 * 0x9e3779b9u ^ blockIdx.x * 0x85ebca6bu) * 0xc2b2ae35u;
+  if (x >> 30 == 0) __nanosleep(x >> 19 & 2047);
+#endif
+}
+#ifdef EVERY_LANE_ARRIVES
+constexpr int WARP_ARRIVALS = 32;
+#else
+constexpr int WARP_ARRIVALS = 1;
+#endif
+
 // A barrier completes a phase when all its arrivals are made and all expected bytes have come. Waits name the phase's parity.
 __device__ __forceinline__ void barrier_init(uint32_t barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 __device__ __forceinline__ void barrier_fence_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 __device__ __forceinline__ void barrier_arrive_expect(uint32_t barrier, int bytes) {
+  perhaps_delay();
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 __device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
+  perhaps_delay();
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
@@ -29,6 +46,11 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
       "bra wait_%=;\nend_%=:\n}" ::"r"(barrier),
       "r"(parity)
       : "memory");
+  perhaps_delay();
+}
+// One lane arrives for its warp, WARP_ARRIVALS of the barrier's.
+__device__ __forceinline__ void warp_arrive(uint32_t barrier, bool leader) {
+  if (WARP_ARRIVALS > 1 || leader) barrier_arrive(barrier);
 }
 // Threads of a CTA that meet at one of its 16 named barriers.
 __device__ __forceinline__ void named_sync(int id, int threads) {
@@ -55,10 +77,10 @@ struct Ring {
   __device__ explicit Ring(uint32_t address) : base(address) {}
   __device__ uint32_t full() const { return base + 8 * stage; }
   __device__ uint32_t empty() const { return base + 8 * (STAGES + stage); }
-  __device__ void init(int readers) const {
+  __device__ void init(int readers) const {  // warps
     for (int i = 0; i < STAGES; ++i) {
       barrier_init(base + 8 * i, 1);
-      barrier_init(base + 8 * (STAGES + i), readers);
+      barrier_init(base + 8 * (STAGES + i), readers * WARP_ARRIVALS);
     }
   }
   __device__ void advance() {

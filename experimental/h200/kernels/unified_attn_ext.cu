@@ -254,7 +254,7 @@ __global__ void __launch_bounds__(PREFILL_THREADS, 1)
   const int group = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / WG_THREADS, 0), lane = threadIdx.x % 32;
   Ring<STAGES> keys(shared_address(shared.key_ring)), values(shared_address(shared.value_ring));
   if (threadIdx.x == 0) {
-    keys.init(8);  // a lane of each consumer warp
+    keys.init(8);
     values.init(8);
     for (int w = 0; w < 2; ++w) Ring<1>(shared_address(shared.query_ring[w])).init(4);
     barrier_fence_init();
@@ -319,7 +319,7 @@ __global__ void __launch_bounds__(PREFILL_THREADS, 1)
   auto k = [&] { return k0 + keys.stage * (2 * KV_HALF_BYTES >> 4); };
   auto v = [&] { return v0 + values.stage * (2 * KV_HALF_BYTES >> 4); };
   auto release = [&](auto& ring) {
-    if (lane == 0) barrier_arrive(ring.empty());
+    warp_arrive(ring.empty(), lane == 0);
     ring.advance();
   };
   uint8_t (&staging)[16 * HEAD_DIM * 2] = shared.sO[consumer * 4 + warp];
@@ -484,16 +484,17 @@ __device__ __forceinline__ bool is_known(float x) { return __float_as_uint(x) !=
 // stores and arrives, a lane of each sending warp.
 template <int G>
 struct Messages {
-  static __device__ constexpr int arrivals(int sending_warps) { return G == 1 ? sending_warps : 1; }
+  static __device__ constexpr int arrivals(int sending_warps) { return G == 1 ? sending_warps * WARP_ARRIVALS : 1; }
   static __device__ __forceinline__ void expect(uint32_t barrier, int bytes) {
     if constexpr (G > 1) barrier_arrive_expect(barrier, bytes);
   }
   // The same by a warp whose own stores the barrier announces too.
-  static __device__ __forceinline__ void arrive_expect(uint32_t barrier, int bytes) {
-    if constexpr (G > 1)
-      barrier_arrive_expect(barrier, bytes);
-    else
-      barrier_arrive(barrier);
+  static __device__ __forceinline__ void arrive_expect(uint32_t barrier, int bytes, bool leader) {
+    if constexpr (G > 1) {
+      if (leader) barrier_arrive_expect(barrier, bytes);
+    } else {
+      warp_arrive(barrier, leader);
+    }
   }
   static __device__ __forceinline__ void send(uint32_t to, int peer, uint4 x, uint32_t barrier) {
     if constexpr (G == 1)
@@ -515,7 +516,7 @@ struct Messages {
   static __device__ __forceinline__ void sent(uint32_t barrier, int lane) {
     if constexpr (G == 1) {
       __syncwarp();
-      if (lane == 0) barrier_arrive(barrier);
+      warp_arrive(barrier, lane == 0);
     }
   }
 };
@@ -546,20 +547,20 @@ __global__ void __launch_bounds__(DecodeTraits<G, HEADS>::THREADS, 1)
     };
     if (warp == 0) {
       init(shared.keys_full, 1);
-      init(shared.keys_empty, T::SET_WARPS);
+      init(shared.keys_empty, T::SET_WARPS * WARP_ARRIVALS);
       if (schedule.mapped) tma_prefetch(&map_k);
     } else if (warp == 1) {
       init(shared.values_full, 1);
-      init(shared.values_empty, T::VALUE_WARPS);
+      init(shared.values_empty, T::VALUE_WARPS * WARP_ARRIVALS);
       if (schedule.mapped) tma_prefetch(&map_v);
     } else if (warp == 2) {
       init(shared.tops_full, M::arrivals(T::SET_WARPS));
-      init(shared.ready, 1);
+      init(shared.ready, WARP_ARRIVALS);
     } else if (warp == 3) {
       init(shared.weights_full, M::arrivals(T::SET_WARPS + 1));
       init(shared.chains_full, M::arrivals(T::SET_WARPS + 1));
     } else {
-      init(shared.empty, T::VALUE_WARPS + (rank < T::SUM_RANKS ? T::SUM_WARPS : 0));
+      init(shared.empty, (T::VALUE_WARPS + (rank < T::SUM_RANKS ? T::SUM_WARPS : 0)) * WARP_ARRIVALS);
       barrier_init(at(shared.sums_full), M::arrivals(T::SUM_WARPS));
     }
     barrier_fence_init();
@@ -700,7 +701,7 @@ __global__ void __launch_bounds__(DecodeTraits<G, HEADS>::THREADS, 1)
           for (int j = 0; j < 4; ++j) top[r] = numerics::maximum(top[r], numerics::maximum(s[j][2 * r], s[j][2 * r + 1]));
           top[r] = numerics::quad_maximum(top[r]);
         }
-        if (lane == 0) barrier_arrive(at(shared.keys_empty[stage]));
+        warp_arrive(at(shared.keys_empty[stage]), lane == 0);
       }
       if (round >= T::SLOTS) barrier_wait(at(shared.empty[slot_of(round)]), slot_parity(round) ^ 1);
       const uint32_t tops_full = at(shared.tops_full[slot_of(round)]), weights_full = at(shared.weights_full[slot_of(round)]),
@@ -806,9 +807,9 @@ __global__ void __launch_bounds__(DecodeTraits<G, HEADS>::THREADS, 1)
           add_tile(v, t);
         }
       }
-      if (lane == 0 && is_known(o[0][0]) && is_known(o[T::HALVES - 1][0])) {
-        barrier_arrive(at(shared.values_empty[stage]));
-        barrier_arrive(at(shared.empty[slot_of(round)]));
+      if (is_known(o[0][0]) && is_known(o[T::HALVES - 1][0])) {
+        warp_arrive(at(shared.values_empty[stage]), lane == 0);
+        warp_arrive(at(shared.empty[slot_of(round)]), lane == 0);
       }
     }
     barrier_wait(at(shared.sums_full), 0);
@@ -855,11 +856,11 @@ __global__ void __launch_bounds__(DecodeTraits<G, HEADS>::THREADS, 1)
       }
       __syncwarp();
       const int here = tiles - round * G < G ? tiles - round * G : G;
-      if (lane == 0) barrier_arrive(at(shared.ready[slot_of(round)]));
-      if (lane == 0)
-        M::arrive_expect(at(shared.weights_full[slot_of(round)]), here * static_cast<int>(sizeof(slot.weights[0])));
-      if (lane == 16 && rank < T::SUM_RANKS)
-        M::arrive_expect(at(shared.chains_full[slot_of(round)]), here * T::SUM_HEADS * BLOCK_N * sizeof(float));
+      warp_arrive(at(shared.ready[slot_of(round)]), lane == 0);
+      M::arrive_expect(at(shared.weights_full[slot_of(round)]), here * static_cast<int>(sizeof(slot.weights[0])), lane == 0);
+      if (rank < T::SUM_RANKS)
+        M::arrive_expect(at(shared.chains_full[slot_of(round)]),
+                         here * T::SUM_HEADS * BLOCK_N * static_cast<int>(sizeof(float)), lane == 16);
       __syncwarp();
     }
   } else {
@@ -891,7 +892,7 @@ __global__ void __launch_bounds__(DecodeTraits<G, HEADS>::THREADS, 1)
           for (int t = 0; round * G + t < tiles; ++t) add_tile(t);
         }
         __syncwarp();
-        if (lane == 0 && is_known(l)) barrier_arrive(at(shared.empty[slot_of(round)]));
+        if (is_known(l)) warp_arrive(at(shared.empty[slot_of(round)]), lane == 0);
       }
       const float sum = numerics::quad_sum(l);
       if (chain < T::SUM_HEADS * 4 && lane % 4 == 0) {
