@@ -22,7 +22,7 @@ from tools.tables import DOCUMENTS
 
 REPO = Path(__file__).resolve().parents[1]
 ARCHIVE, EVIDENCE, RUN = "experimental/archive.json", "experimental/evidence", "experimental/cpu/search/cpu-trial"
-V2, V1, GPU = (f"{EVIDENCE}/{name}.json" for name in ("cpu-avx2", "cpu-avx512", "h200-portable"))
+V2, V1, GPU = (f"{EVIDENCE}/{name}.json" for name in ("cpu-avx2", "cpu-avx512", "h200-hopper"))
 COMPATIBILITY = f"{EVIDENCE}/a100-on-h200-compatibility.json"
 Change = Callable[[Any], Any]
 Tamper = Callable[[Path], Any]

@@ -131,7 +131,7 @@ def test_update_makes_all_of_it_again(root: Path) -> None:
 
 
 def test_update_takes_up_new_evidence(root: Path) -> None:
-    shutil.copyfile(root / EVIDENCE / "h200-portable.json", root / EVIDENCE / "h200-again.json")
+    shutil.copyfile(root / EVIDENCE / "h200-hopper.json", root / EVIDENCE / "h200-again.json")
     edit(root, "experimental/figures/reports.json", lambda found: found["left_out"].update({"h200-again.json": "a copy"}))
     assert command("--root", str(root)) == 1
     assert sorted(update(root)) == [ARCHIVE, "experimental/h200/validation.json"]
@@ -142,6 +142,18 @@ def test_update_takes_up_new_evidence(root: Path) -> None:
         "h200-hopper.json",
         "h200-portable.json",
     ]
+
+
+def test_a_kernel_with_another_header_is_another_kernel(root: Path) -> None:
+    """Arithmetic lives in headers: evidence of the source with other headers is of no selected kernel."""
+    header, config = root / "experimental/common/hopper_tiles.cuh", root / "experimental/h200/config.yaml"
+    with restored(root):
+        before = sha256_bytes(header.read_bytes())
+        header.write_bytes(header.read_bytes() + b"// another\n")
+        config.write_text(config.read_text().replace(before, sha256_bytes(header.read_bytes())))
+        update(root)
+        reports = json.loads((root / "experimental/h200/validation.json").read_bytes())["evaluations"]
+        assert not any(entry["selected"] for entry in reports)
 
 
 def test_a_report_that_is_no_full_pass_measures_nothing(root: Path) -> None:

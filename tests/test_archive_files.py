@@ -78,7 +78,7 @@ def edit_csv(root: Path) -> None:
     """A ratio in the data of a figure, its hash in the archive mended."""
     name = "experimental/figures/attention_performance.csv"
     text = (root / name).read_text()
-    (root / name).write_text(text.replace("0.", "1.", 1))
+    (root / name).write_text(re.sub(r",(\d+)\.", lambda ratio: f",{int(ratio[1]) + 1}.", text, count=1))
     update(root)
 
 

@@ -222,8 +222,8 @@ RECORDS = [
     ("a score", "exploits-h200.json", lambda r: r.update(score=r["score"].replace("7/8", "8/8")), "8/8"),
     ("fuzzed pairs", "fuzz-cpu.json", lambda r: r.update(pairs=10**9), "pairs is 1000000000"),
     ("a finding", "fuzz-cpu.json", lambda r: r.update(differing_pairs=3), "differing_pairs is 3"),
-    ("a word that moved", "repeats-h200.json", lambda r: r.update(same=True), "same"),
-    ("a word that did not", "repeats-h200.json", lambda r: r["cells"][7]["beside_copies"].update(differing_words=0), "same"),
+    ("a word that moved", "repeats-h200.json", lambda r: r["cells"][7]["beside_gathers"].update(differing_words=1), "same"),
+    ("a word that did not", "repeats-h200.json", lambda r: r.update(same=False), "same"),
     ("a target that is no name", "exploits-h200.json", lambda r: r.update(gpu={}), "target {} is none of"),
     ("a record of nothing", "fuzz-cpu.json", lambda r: r.clear(), "no report of evaluate.py"),
 ]  # fmt: skip

@@ -128,8 +128,8 @@ def test_a_joint_action_claims_nothing_and_compiles_nothing() -> None:
     ("old", "new", "entries"),
     [
         (
-            "const float inv = numerics::inverse(shared.sSum[head[r]]);",
-            "const float inv = numerics::inverse(shared.sSum[head[r]] + 1.0f);",
+            "numerics::inverse(shared.sums[head])",
+            "numerics::inverse(shared.sums[head] + 1.0f)",
             {"decode"},  # an edit of the decode kernel
         ),
         ("L2_BUDGET_BYTES = 24 << 20", "L2_BUDGET_BYTES = 16 << 20", {"prefill", "extend"}),  # how the host launches prefill

@@ -14,6 +14,9 @@ from hypothesis import strategies as st
 from ir_tools import Scripted, action, decision, edited, new_run, opportunity
 
 from tools.core.errors import UserError
+from tools.core.files import canonical_json
+from tools.evaluator.statistics import median, median_interval
+from tools.evaluator.timing import ACCURACY_DIGITS, kept_us
 from tools.search import packed
 from tools.search.publish import publish
 from tools.search.records import ROOT
@@ -23,7 +26,7 @@ from tools.search.verify import verify
 # ---------------------------------------------------------------- packing
 
 
-def report(**lists: list[Any]) -> bytes:
+def report(**lists: Any) -> bytes:
     """A text as the evaluator writes reports."""
     content = {"status": "PASSED", "timing": {"cells": [{"name": "a", **lists}, {"name": "b"}]}}
     return (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode()
@@ -69,13 +72,42 @@ def test_lists_are_taken_out_of_the_text() -> None:
     assert len(packed.pack({"reports/E0000.json": data})) < 0.8 * len(packed.pack({"other/E0000.json": data}))
 
 
+def test_medians_that_follow_from_samples_leave_the_text() -> None:
+    samples = [3.0, 1.0, 2.0, 5.0, 4.0]
+    honest = report(samples_us=samples, median_us=3.0, interval_us=[1.0, 5.0])
+    others = [
+        report(samples_us=samples, median_us=3.5, interval_us=[1.0, 5.0]),  # of other samples
+        report(samples_us=samples, median_us=packed.FOLLOWS),
+        report(median_us=packed.FOLLOWS),
+        report(samples_us=[], median_us=3.0),
+        report(median_us=3.0, interval_us=[1.0, 5.0]),
+    ]
+    files = {f"reports/E{n:04d}.json": data for n, data in enumerate([honest, *others])}
+    data = packed.pack(files)
+    assert packed.unpack(data) == files
+    head = json.loads(lzma.decompress(data).partition(b"\n")[0])
+    cell = json.loads(head["files"]["reports/E0000.json"])["timing"]["cells"][0]
+    assert cell == {"name": "a", "samples_us": None, "median_us": packed.FOLLOWS, "interval_us": packed.FOLLOWS}
+
+
+def test_a_run_of_the_first_format_is_read() -> None:
+    """There a null is a list, and medians stand in the text."""
+    data = report(samples_us=[1.5, 2.25, 2.5], median_us=2.25)
+    packed_now = lzma.decompress(packed.pack({"reports/E0000.json": data})).partition(b"\n")
+    head = json.loads(packed_now[0])
+    head["format"] = packed.FIRST_FORMAT
+    head["files"]["reports/E0000.json"] = json.dumps(json.loads(report(samples_us=None, median_us=2.25)))
+    first = lzma.compress(canonical_json(head) + b"\n" + packed_now[2])
+    assert packed.unpack(first) == {"reports/E0000.json": data}
+
+
 def test_a_damaged_file_says_so() -> None:
     data = packed.pack({"run.json": b"{}\n"})
     for broken in (data[:-5], b"", b"no archive", lzma.compress(b"[]\n"), lzma.compress(b"{}")):
         with pytest.raises(UserError, match="it is damaged"):
             packed.unpack(broken)
     with pytest.raises(UserError, match="packed by another version"):
-        packed.unpack(lzma.compress(b'{"format": "areal-tik/packed/2"}\n'))
+        packed.unpack(lzma.compress(b'{"format": "areal-tik/packed/3"}\n'))
     with pytest.raises(UserError, match="outside its folder"):
         packed.unpack(packed.pack({"../x": b"x"}))
     with pytest.raises(UserError, match=r"run.json: not UTF-8"):
@@ -230,3 +262,31 @@ def test_another_attempt_costs_less_than_20_kilobytes(repo: Path) -> None:
         return len(packed.pack(files))
 
     assert (size(12) - size(4)) / 8 < 20_000
+
+
+def as_written_now(content: Any) -> Any:
+    """A report of a published search with times and accuracies in the digits that the evaluator keeps now."""
+    if isinstance(content, list):
+        return [as_written_now(item) for item in content]
+    if not isinstance(content, dict):
+        return content
+    found = {key: as_written_now(item) for key, item in content.items()}
+    for key in packed.SAMPLES:
+        if key in found:
+            found[key] = kept_us([time / 1000 for time in found[key]], "cpu")
+    for key in ("rms", "worst"):
+        if key in found:
+            found[key] = float(f"{found[key]:.{ACCURACY_DIGITS}g}")
+    if found.get("samples_us"):
+        found["median_us"], found["interval_us"] = median(found["samples_us"]), list(median_interval(found["samples_us"]))
+    return found
+
+
+@pytest.mark.parametrize("name", ["cpu-alone", "cpu-search", "cpu-trial"])
+def test_a_hundred_attempts_of_a_real_search_take_less_than_2_megabytes(repo: Path, name: str) -> None:
+    files = packed.unpack((repo / "experimental" / "cpu" / "search" / name / packed.NAME).read_bytes())
+    attempts = [path for path in files if path.startswith("reports/E") and path.count(".") == 1]
+    for path in attempts:
+        files[path] = (json.dumps(as_written_now(json.loads(files[path])), indent=1, ensure_ascii=False) + "\n").encode()
+    assert len(attempts) >= 8
+    assert len(packed.pack(files)) / len(attempts) < 20_000

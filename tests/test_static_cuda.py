@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.core.config import EXPERIMENTAL, Target, load_target
+from tools.core.config import Target, load_target
 from tools.core.errors import BuildError, UserError
 from tools.evaluator import census
 from tools.evaluator.static import inspect, refusal
@@ -40,9 +40,9 @@ def on_cuda(folder: Path, head: str, body: str = LAUNCH, target: Target | None =
 
 
 @needs_nvcc
-@pytest.mark.parametrize(("config", "kernels"), [("h200/config.yaml", 7), ("h200/hopper.yaml", 13), ("a100/config.yaml", 7)])
-def test_cuda_kernels_pass(config: str, kernels: int) -> None:
-    built = build(load_target(config=EXPERIMENTAL / config))
+@pytest.mark.parametrize(("name", "kernels"), [("h200", 13), ("a100", 7)])
+def test_packaged_cuda_kernel_passes(name: str, kernels: int) -> None:
+    built = build(load_target(name))
     evidence = inspect(built, "cuda", built)
     assert refusal(evidence) is None
     assert len(evidence["kernels"]) == len(built.resources) == kernels
@@ -53,7 +53,7 @@ def test_cuda_kernels_pass(config: str, kernels: int) -> None:
         assert kernel["parent"] == "identical"
         if kernel["census"]:
             assert kernel["census"]["mma"] >= 64 and kernel["census"]["exponential"] > 0
-    assert evidence["ptx"] == (["compute_80"] if config.startswith("a100") else [])
+    assert evidence["ptx"] == (["compute_80"] if name == "a100" else [])
     assert evidence["host_code"] == "identical" and evidence["removed_kernels"] == []
     assert refusal({**evidence, "device": "cpu"}) is not None
 

@@ -1,11 +1,13 @@
-"""Repeat eight calls many times, alone and beside copies that keep the memory busy, and compare every word with the first.
+"""Repeat eight calls many times, alone and beside what keeps the memory busy, and compare every word with the first.
 
     python tools/repeat.py --gpu h200 --calls 1000 --output runs/repeats.json
-    python tools/repeat.py --config experimental/h200/hopper.yaml      # a kernel that is not selected
+    python tools/repeat.py --config experimental/h200/debug.yaml       # with random delays at every barrier
 
 A result that moves between calls is a race. Inputs are drawn on the CPU from the seed, so that the hashes of outputs and
-log-sum-exps, which the record states, can be compared between machines with the same GPU. The copies run on a stream of
-their own without a pause; how much they moved while the calls ran is stated. Exit codes: 0 every word the same, 1 not, 2 usage.
+log-sum-exps, which the record states, can be compared between builds, and between machines with the same GPU. Copies of whole
+arrays, and gathers of single words, run on a stream of their own without a pause: copies fill the memory's bandwidth, gathers
+the load pipes of the multiprocessors, which a decode kernel's CTAs share with them. How much copies moved meanwhile is stated.
+Exit codes: 0 every word the same, 1 not, 2 usage.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ from tools.loader.abi import HEAD_DIM
 from tools.loader.interface import Kernel, load_kernel
 
 HEADS, KV_HEADS = 32, 8
-COPY_BYTES = 1 << 30
+COPY_BYTES, GATHERED = 1 << 30, 1 << 24
+MODES = ("alone", "beside_copies", "beside_gathers")
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser = CommandParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--gpu", metavar="TARGET", help=f"one of: {', '.join(target_names())}")
     parser.add_argument("--config", type=Path, metavar="FILE", help="a config in place of the target's own")
-    parser.add_argument("--calls", type=int, default=1000, metavar="N", help="of each cell, alone and again beside copies")
+    parser.add_argument(
+        "--calls", type=int, default=1000, metavar="N", help="of each cell, alone and again beside copies and beside gathers"
+    )
     parser.add_argument("--seed", type=int, default=1, metavar="N")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the record here")
     options = parser.parse_args(arguments)
@@ -78,7 +83,7 @@ def main(arguments: list[str] | None = None) -> int:
     kernel = load_kernel(options.gpu, config=options.config)
     draw = torch.Generator().manual_seed(options.seed)
     cells = [_repeat(kernel, cell, options.calls, draw) for cell in CELLS]
-    same = not any(cell[mode]["differing_words"] for cell in cells for mode in ("alone", "beside_copies"))
+    same = not any(cell[mode]["differing_words"] for cell in cells for mode in MODES)
     record = {
         "kind": "repeats",
         "gpu": target.name,
@@ -116,33 +121,36 @@ def _repeat(kernel: Kernel, cell: Cell, calls: int, draw: torch.Generator) -> di
         "words": sum(x.numel() for x in first),
         "sha256": words.hexdigest(),
     }
-    for mode in ("alone", "beside_copies"):
-        found[mode] = _compare(call, first, calls, copies=mode == "beside_copies")
+    for mode in MODES:
+        found[mode] = _compare(call, first, calls, mode)
         print(f"{cell.name}: {calls} calls {mode.replace('_', ' ')}: {found[mode]['differing_words']} words differ", flush=True)
     return found
 
 
-def _compare(call: Any, first: tuple[torch.Tensor, torch.Tensor], calls: int, *, copies: bool) -> dict[str, Any]:
+def _compare(call: Any, first: tuple[torch.Tensor, torch.Tensor], calls: int, mode: str) -> dict[str, Any]:
     """How many words of all calls differ from the first's, and how fast the copies beside them went."""
     differing = torch.zeros((), dtype=torch.int64, device="cuda")
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    source = torch.empty(COPY_BYTES if copies else 0, dtype=torch.uint8, device="cuda")
+    source = torch.zeros(COPY_BYTES if mode != "alone" else 0, dtype=torch.uint8, device="cuda").view(torch.int32)
     target = torch.empty_like(source)
+    places = torch.randint(0, source.numel(), (GATHERED,), device="cuda") if mode == "beside_gathers" else None
     copied = 0
     torch.cuda.synchronize()
     begin.record(side)
     for _ in range(calls):
-        if copies:  # each takes longer than a call, so that the copies outlast the calls
-            with torch.cuda.stream(side):
+        with torch.cuda.stream(side):  # each takes longer than a call, so that they outlast the calls
+            if places is not None:
+                torch.index_select(source, 0, places)
+            elif mode == "beside_copies":
                 target.copy_(source, non_blocking=True)
-            copied += 2 * COPY_BYTES  # read and written
+                copied += 2 * COPY_BYTES  # read and written
         for again, before in zip(call(), first, strict=True):
             differing += (again != before).sum()
     end.record(side)
     torch.cuda.synchronize()
     seconds = begin.elapsed_time(end) / 1000
-    return {"differing_words": int(differing), "copied_gbps": round(copied / seconds / 1e9, 1) if copies else None}
+    return {"differing_words": int(differing), "copied_gbps": round(copied / seconds / 1e9, 1) if copied else None}
 
 
 if __name__ == "__main__":

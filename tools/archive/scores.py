@@ -81,9 +81,9 @@ def _exploits(record: Record) -> int:
 
 
 def _repeats(record: Record) -> int:
-    modes = [cell[mode] for cell in record["cells"] for mode in ("alone", "beside_copies")]
+    modes = [cell[mode] for cell in record["cells"] for mode in ("alone", "beside_copies", "beside_gathers")]
     _agree(record["same"], not any(mode["differing_words"] for mode in modes), "same")
-    return sum(2 * cell["calls"] for cell in record["cells"])
+    return sum(3 * cell["calls"] for cell in record["cells"])
 
 
 _COUNT: dict[str, Callable[[Record], int]] = {

@@ -6,8 +6,8 @@
         run = Run.open(folder)
 
 Files of a run repeat each other, so they are compressed as one. What does not repeat are the reports' samples, most of
-their bytes: those lists leave the text, and stand as integers, one byte of significance after another. A file that would
-not come back exactly is kept as it is.
+their bytes: those lists leave the text, and stand as integers, one byte of significance after another. Medians and their
+intervals that follow from a list leave it too. A file that would not come back exactly is kept as it is.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ from typing import Any
 
 from tools.core.errors import UserError
 from tools.core.files import canonical_json, read_bytes, show_path, write_new
+from tools.evaluator.statistics import median, median_interval
 
 NAME = "run.xz"
-FORMAT = "areal-tik/packed/1"
+FORMAT, FIRST_FORMAT = "areal-tik/packed/2", "areal-tik/packed/1"  # in the first one medians stand in the text
 SAMPLES = ("samples_us", "pass_us")  # keys of long lists of times
+FOLLOWS = "follows"  # in place of a value that samples_us beside it give
 MOST_DECIMALS = 4  # of a time in a report
 _FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "dict_size": 1 << 26}]
 
@@ -76,7 +78,7 @@ def unpack(data: bytes) -> dict[str, bytes]:
     try:
         head, _, rest = lzma.decompress(data).partition(b"\n")
         found: Any = json.loads(head)
-        if found["format"] != FORMAT:
+        if found["format"] not in (FORMAT, FIRST_FORMAT):
             raise UserError(f"{found['format']!r} is not {FORMAT}: it was packed by another version; update this checkout")
         lists = iter(_lists(found["lists"], rest))
         emptied = set(found["emptied"])
@@ -129,6 +131,9 @@ class _Numbers:
             if key in SAMPLES:
                 self._take(item)
             found[key] = None if key in SAMPLES else self._emptied(item)
+        if "samples_us" in value:
+            given = _given(value["samples_us"])
+            found.update({key: FOLLOWS for key in given if value.get(key) == given[key]})
         return found
 
     def _take(self, times: list[float]) -> None:
@@ -164,7 +169,16 @@ def _lists(stated: list[list[int]], planes: bytes) -> Iterator[list[float]]:
 
 
 def _filled(value: Any, lists: Iterator[list[float]]) -> Any:
-    """A report with its lists in place again."""
+    """A report with its lists, and what follows from them, in place again."""
     if isinstance(value, dict):
-        return {key: next(lists) if key in SAMPLES else _filled(item, lists) for key, item in value.items()}
+        found = {key: next(lists) if key in SAMPLES else _filled(item, lists) for key, item in value.items()}
+        if "samples_us" in found:
+            given = _given(found["samples_us"])
+            found.update({key: given[key] for key in given if found.get(key) == FOLLOWS})
+        return found
     return [_filled(item, lists) for item in value] if isinstance(value, list) else value
+
+
+def _given(samples: list[float]) -> dict[str, Any]:
+    """What the evaluator derives from a list of samples."""
+    return {"median_us": median(samples), "interval_us": list(median_interval(samples))} if samples else {}
