@@ -146,11 +146,12 @@ def test_update_takes_up_new_evidence(root: Path) -> None:
 
 def test_a_kernel_with_another_header_is_another_kernel(root: Path) -> None:
     """Arithmetic lives in headers: evidence of the source with other headers is of no selected kernel."""
-    header, config = root / "experimental/common/hopper_tiles.cuh", root / "experimental/h200/config.yaml"
+    header = root / "experimental/common/hopper_tiles.cuh"
     with restored(root):
         before = sha256_bytes(header.read_bytes())
         header.write_bytes(header.read_bytes() + b"// another\n")
-        config.write_text(config.read_text().replace(before, sha256_bytes(header.read_bytes())))
+        for config in root.glob("experimental/*/config.yaml"):
+            config.write_text(config.read_text().replace(before, sha256_bytes(header.read_bytes())))
         update(root)
         reports = json.loads((root / "experimental/h200/validation.json").read_bytes())["evaluations"]
         assert not any(entry["selected"] for entry in reports)

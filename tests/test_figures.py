@@ -341,8 +341,8 @@ def test_a_target_without_evidence_is_not_measured(lab: Path, repo: Path) -> Non
     """A made-up target: said in every figure and in the CSV, with no bar and no point."""
     folder = lab / "b300"
     folder.mkdir()
-    text = (repo / "experimental" / "h20" / "config.yaml").read_text()
-    text = text.replace("../cuda.yaml", str(repo / "experimental" / "cuda.yaml")).replace("name: h20", "name: b300")
+    text = (repo / "experimental" / "a100" / "config.yaml").read_text()
+    text = text.replace("../cuda.yaml", str(repo / "experimental" / "cuda.yaml")).replace("name: a100", "name: b300")
     (folder / "config.yaml").write_text(text)
     shutil.copytree(repo / "experimental" / "common", folder / "common")
     made_up = load_target(config=folder / "config.yaml")
