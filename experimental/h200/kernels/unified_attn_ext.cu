@@ -274,6 +274,7 @@ __global__ void __launch_bounds__(PREFILL_THREADS, 1)
       // anything: 0 x NaN in P V.
       auto fetch = [&](auto box, const CUtensorMap& map, const void* base, const int64_t (&stride)[3], int64_t head,
                        int64_t row, int64_t left, bool filled) {
+        __syncwarp();  // no lane still waits for the phase that this load lets end
         if (schedule.mapped && (filled || left >= static_cast<int64_t>(sizeof(box.to) / (HEAD_DIM * 2)))) {
           if (lane == 0) box.load(map, seq.first_row + row, head, seq.batch);
         } else {
@@ -442,7 +443,7 @@ struct DecodeTraits {
   static constexpr int VALUE_FIRST = SETS * SET_WARPS, MAXIMUM = VALUE_FIRST + VALUE_WARPS, SUM_FIRST = MAXIMUM + 1,
                        LOAD_KEYS = SUM_FIRST + SUM_WARPS, LOAD_VALUES = LOAD_KEYS + 1, WARPS = LOAD_VALUES + 1;
   static constexpr int THREADS = 32 * WARPS;
-  static constexpr int SLOTS = HEADS > 8 && G > 2 ? SETS : 2 * SETS;
+  static constexpr int SLOTS = 2 * SETS;  // fewer do not do: score warps read the running maximum of the round before
   static constexpr int CHAIN = BLOCK_N / 4, CHAIN_STRIDE = CHAIN + 4;  // floats; 16-byte reads of chains in different banks
   struct Slot {
     uint32_t weights[G][HALVES][KEY_SLICES_N / 2][FRAGMENT_LANES][4];  // bf16 P of two k16 slices as B fragments
@@ -622,6 +623,7 @@ __global__ void __launch_bounds__(DecodeTraits<G, HEADS>::THREADS, 1)
         const uint32_t barrier = at(shared.keys_full[stage]);
         if (round >= T::KEY_STAGES) barrier_wait(at(shared.keys_empty[stage]), (round / T::KEY_STAGES & 1) ^ 1);
         if (round == 0) wait_before();
+        __syncwarp();  // no lane still waits for the phase that this load lets end
         if (!schedule.mapped) {
           copy(shared.sK[stage][0], std::integral_constant<int, HALF_COLUMNS * 2>{}, 2, p.k, p.k_stride, first_key(step));
           if (lane == 0) barrier_arrive(barrier);
@@ -640,6 +642,7 @@ __global__ void __launch_bounds__(DecodeTraits<G, HEADS>::THREADS, 1)
         // Only the last tile of a sequence, which comes first, is copied by hand where TMA may be used.
         const int by_hand = !schedule.mapped ? here : p.lengths && seq.keys - first_key(round * G) < BLOCK_N ? 1 : 0;
         if (round == 0) wait_before();
+        __syncwarp();  // as above
         for (int t = 0; t < by_hand; ++t)
           copy(shared.sV[stage][t][0], std::integral_constant<int, T::BOX_DIMS * 2>{}, T::BOXES,
                static_cast<const bf16*>(p.v) + rank * T::DIMS, p.v_stride, first_key(round * G + t));
@@ -909,12 +912,13 @@ __global__ void __launch_bounds__(DecodeTraits<G, HEADS>::THREADS, 1)
 // --------------------------------------------------------------------------------------------- tile policy and launch
 // CTAs of a cluster in decode: more of them shorten the chain of products and read K once together. All clusters should run
 // at once, and of an H200's 132 multiprocessors only 120 can be had in clusters of four or eight. Eight pay from 64 tiles on.
-int decode_cluster(int64_t kv_heads, int64_t tiles, int num_sms) {
+// With more than eight query heads a KV head the slots of four rounds leave too little shared memory for more than two.
+int decode_cluster(int64_t kv_heads, int64_t group, int64_t tiles, int num_sms) {
   auto pays = [&](int ctas) {
     return tiles >= (ctas == 8 ? 64 : ctas) && kv_heads * ctas <= (ctas == 2 ? num_sms : num_sms * 10 / 11);
   };
   int ctas = 1;
-  while (ctas < 8 && pays(2 * ctas)) ctas *= 2;
+  while (ctas < (group > 8 ? 2 : 8) && pays(2 * ctas)) ctas *= 2;
   return ctas;
 }
 // KV heads whose K and V may occupy L2 together: about half of the 40 MB and more that these GPUs have.
@@ -1025,7 +1029,7 @@ int launch_prefill(const UnifiedAttnParams* p, int num_sms, void* stream) {
   const int64_t blocks = (p->seqlen_q + BLOCK_M - 1) / BLOCK_M, kv_heads = p->batch * p->heads_kv;
   const int64_t group = p->heads_q / p->heads_kv, items = blocks * p->batch * p->heads_q;
   const int64_t ctas = items < num_sms ? items : num_sms;
-  if (items > INT32_MAX - ctas) return TOO_LARGE;
+  if (items > INT32_MAX - 2 * ctas) return TOO_LARGE;  // a CTA's next index lies less than two rounds further
   const int64_t section = prefill_section(kv_heads, p->seqlen_kv), last = (kv_heads - 1) / section;
   PrefillSchedule s{Divisor(group),
                     Divisor(p->heads_kv),
@@ -1062,9 +1066,9 @@ int launch_decode_heads(const UnifiedAttnParams* p, void* stream) {
 template <int G>
 int launch_decode(const UnifiedAttnParams* p, void* stream) {
   const int64_t group = p->heads_q / p->heads_kv;
-  return group <= 4   ? launch_decode_heads<G, 4>(p, stream)
-         : group <= 8 ? launch_decode_heads<G, 8>(p, stream)
-                      : launch_decode_heads<G, 16>(p, stream);
+  if constexpr (G <= 2)
+    if (group > 8) return launch_decode_heads<G, 16>(p, stream);
+  return group <= 4 ? launch_decode_heads<G, 4>(p, stream) : launch_decode_heads<G, 8>(p, stream);
 }
 
 }  // namespace
@@ -1091,7 +1095,8 @@ extern "C" int unified_decode(const UnifiedAttnParams* p, void* stream) {
   if (p->seqlen_q != 1) return BAD_QUERY_LENGTH;
   int num_sms;
   if (const int error = multiprocessors(p, &num_sms)) return error;
-  switch (decode_cluster(p->batch * p->heads_kv, (p->seqlen_kv + BLOCK_N - 1) / BLOCK_N, num_sms)) {
+  const int64_t tiles = (p->seqlen_kv + BLOCK_N - 1) / BLOCK_N;
+  switch (decode_cluster(p->batch * p->heads_kv, p->heads_q / p->heads_kv, tiles, num_sms)) {
     case 1:
       return launch_decode<1>(p, stream);
     case 2:
