@@ -30,7 +30,7 @@ from tools.evaluator.protocol import Channel, ChannelClosed, ChannelGarbage, Cha
 from tools.evaluator.quiet import Quiet
 from tools.evaluator.runner import Call, Runner, WorkerFailure
 from tools.evaluator.statistics import geometric_mean, median, median_interval
-from tools.evaluator.timing import EFFORTS, MOST_CALLS, Timer, floor_us, kept_us, lengths_of
+from tools.evaluator.timing import EFFORTS, MOST_CALLS, Timer, floor_us, kept_accuracy, kept_us, lengths_of
 
 # ---------------------------------------------------------------- statistics
 
@@ -576,3 +576,8 @@ def test_times_are_kept_to_as_many_digits_as_passes_agree_in() -> None:
     times = [6.6458014, 0.00304956, 123.4567]
     assert kept_us(times, "cuda") == [6645.8, 3.0496, 123460.0]
     assert kept_us(times, "cpu") == [6646.0, 3.05, 123500.0]
+
+
+def test_errors_are_kept_to_five_digits() -> None:
+    found = kept_accuracy(oracle.Accuracy(rms=0.0018387452101675207, worst=0.0027926100863628208, rows=384))
+    assert found == {"rms": 0.0018387, "worst": 0.0027926, "rows": 384}

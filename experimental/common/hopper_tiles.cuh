@@ -97,15 +97,6 @@ struct Ring {
   __device__ bool is_full() const { return barrier_test(full(), parity); }
 };
 
-__device__ __forceinline__ void load_shared(uint4& x, uint32_t from) {
-  asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(from) : "memory");
-}
-__device__ __forceinline__ void store_global_if(bool yes, const void* to, uint4 x) {
-  asm volatile("{\n.reg .pred p;\nsetp.ne.s32 p, %0, 0;\n@p st.global.v4.b32 [%1], {%2,%3,%4,%5};\n}" ::"r"(int(yes)), "l"(to),
-               "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
-               : "memory");
-}
-
 // ----------------------------------------------------------------------------------------------------------------- TMA
 __device__ __forceinline__ void tma_load(uint32_t to, const CUtensorMap* map, int column, int row, int head, int batch,
                                          uint32_t barrier) {

@@ -121,6 +121,12 @@ def kept_us(times_ms: Sequence[float], device: str) -> list[float]:
     return [round(_rounded(1000 * taken, DIGITS[device]), 4) for taken in times_ms]
 
 
+def kept_accuracy(figure: oracle.Accuracy) -> dict[str, float]:
+    """Errors as a report keeps them."""
+    rms, worst = (_rounded(error, ACCURACY_DIGITS) for error in (figure.rms, figure.worst))
+    return {"rms": rms, "worst": worst, "rows": figure.rows}
+
+
 def _rounded(value: float, digits: int) -> float:
     return float(f"{value:.{digits}g}")
 
@@ -342,11 +348,7 @@ class Timer:
             "pass_us": kept_us(entry.judge_ms, self.device),
             "verified_outputs": count,
             "verified_parts": entry.parts,
-            "accuracy": {
-                "rms": _rounded(figure.rms, ACCURACY_DIGITS),
-                "worst": _rounded(figure.worst, ACCURACY_DIGITS),
-                "rows": figure.rows,
-            },
+            "accuracy": kept_accuracy(figure),
             "screened_us": entry.screened,
         }
         runner.drop(entry.graph)
