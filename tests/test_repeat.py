@@ -34,7 +34,7 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
 
 
 def test_cells_have_names_of_their_own() -> None:
-    assert len({cell.name for cell in repeat.CELLS}) == len(repeat.CELLS) == 8
+    assert len({cell.name for cell in repeat.CELLS}) == len(repeat.CELLS) == 9
     assert {cell.entry for cell in repeat.CELLS} == {"prefill", "extend", "decode"}
 
 

@@ -1,4 +1,4 @@
-"""Repeat eight calls many times, alone and beside what keeps the memory busy, and compare every word with the first.
+"""Repeat nine calls many times, alone and beside what keeps the memory busy, and compare every word with the first.
 
     python tools/repeat.py --gpu h200 --calls 1000 --output runs/repeats.json
     python tools/repeat.py --config experimental/h200/debug.yaml       # with random delays at every barrier
@@ -32,23 +32,25 @@ from tools.evaluator.report import finite
 from tools.loader.abi import HEAD_DIM
 from tools.loader.interface import Kernel, load_kernel
 
-HEADS, KV_HEADS = 32, 8
+HEADS = 32
 COPY_BYTES, GATHERED = 1 << 30, 1 << 24
 MODES = ("alone", "beside_copies", "beside_gathers")
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One call: `rows` queries of `keys` keys in each of `batch` sequences."""
+    """One call: `rows` queries of `keys` keys in each of `batch` sequences, with HEADS query heads and `kv_heads` KV heads."""
 
     entry: str
     batch: int
     rows: int
     keys: int
+    kv_heads: int = 8
 
     @property
     def name(self) -> str:
-        return f"{self.entry} B{self.batch} {self.rows}x{self.keys}"
+        few = "" if self.kv_heads == 8 else f" heads {HEADS}/{self.kv_heads}"
+        return f"{self.entry} B{self.batch} {self.rows}x{self.keys}{few}"
 
 
 CELLS = (
@@ -60,6 +62,7 @@ CELLS = (
     Cell("decode", 1, 1, 20000),
     Cell("decode", 8, 1, 1024),
     Cell("decode", 16, 1, 2048),
+    Cell("decode", 8, 1, 2048, kv_heads=2),
 )
 
 
@@ -103,11 +106,11 @@ def _repeat(kernel: Kernel, cell: Cell, calls: int, draw: torch.Generator) -> di
     def drawn(heads: int, rows: int) -> torch.Tensor:
         return torch.randn(cell.batch, heads, rows, HEAD_DIM, generator=draw).to(torch.bfloat16).cuda()
 
-    q, k, v = drawn(HEADS, cell.rows), drawn(KV_HEADS, cell.keys), drawn(KV_HEADS, cell.keys)
+    q, k, v = drawn(HEADS, cell.rows), drawn(cell.kv_heads, cell.keys), drawn(cell.kv_heads, cell.keys)
     entry = getattr(kernel, f"unified_{cell.entry}")
 
     def call() -> tuple[torch.Tensor, torch.Tensor]:
-        o, lse = entry(q, k, v, HEADS, KV_HEADS, return_lse=True)
+        o, lse = entry(q, k, v, HEADS, cell.kv_heads, return_lse=True)
         return o.view(torch.int16), lse.view(torch.int32)
 
     first = call()

@@ -486,16 +486,17 @@ __device__ __forceinline__ bool is_known(float x) { return __float_as_uint(x) !=
 template <int G>
 struct Messages {
   static __device__ constexpr int arrivals(int sending_warps) { return G == 1 ? sending_warps * WARP_ARRIVALS : 1; }
+  // Of a barrier that a warp announces with arrive_expect.
+  static __device__ constexpr int announced(int sending_warps) { return (G == 1 ? sending_warps + 1 : 1) * WARP_ARRIVALS; }
   static __device__ __forceinline__ void expect(uint32_t barrier, int bytes) {
     if constexpr (G > 1) barrier_arrive_expect(barrier, bytes);
   }
   // The same by a warp whose own stores the barrier announces too.
   static __device__ __forceinline__ void arrive_expect(uint32_t barrier, int bytes, bool leader) {
-    if constexpr (G > 1) {
-      if (leader) barrier_arrive_expect(barrier, bytes);
-    } else {
+    if (G > 1 && leader)
+      barrier_arrive_expect(barrier, bytes);
+    else
       warp_arrive(barrier, leader);
-    }
   }
   static __device__ __forceinline__ void send(uint32_t to, int peer, uint4 x, uint32_t barrier) {
     if constexpr (G == 1)
@@ -558,8 +559,8 @@ __global__ void __launch_bounds__(DecodeTraits<G, HEADS>::THREADS, 1)
       init(shared.tops_full, M::arrivals(T::SET_WARPS));
       init(shared.ready, WARP_ARRIVALS);
     } else if (warp == 3) {
-      init(shared.weights_full, M::arrivals(T::SET_WARPS + 1));
-      init(shared.chains_full, M::arrivals(T::SET_WARPS + 1));
+      init(shared.weights_full, M::announced(T::SET_WARPS));
+      init(shared.chains_full, M::announced(T::SET_WARPS));
     } else {
       init(shared.empty, (T::VALUE_WARPS + (rank < T::SUM_RANKS ? T::SUM_WARPS : 0)) * WARP_ARRIVALS);
       barrier_init(at(shared.sums_full), M::arrivals(T::SUM_WARPS));
