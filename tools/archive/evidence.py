@@ -12,6 +12,7 @@ from typing import Any
 
 from tools.archive import evaluation, scores
 from tools.archive.reading import plain, read_json
+from tools.archive.targets import variant
 from tools.core.config import Target
 from tools.core.errors import UserError
 from tools.core.files import read_bytes, sha256_bytes
@@ -51,7 +52,9 @@ def read(root: Path, name: str, targets: dict[str, Target]) -> Item:
     kind, target = _kind_and_target(name, record)
     own = _known(name, target, targets)
     if kind in ("evaluation", "compatibility"):
-        counted = evaluation.check(name, record, own)
+        sections = record["target"].get("sections")
+        workloads = sections.get("workloads") if isinstance(sections, dict) else None
+        counted = evaluation.check(name, record, variant(own, workloads))
     else:
         counted = scores.counted(name, kind, record)
     return Item(name, digest, kind, target, counted, record)

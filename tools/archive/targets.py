@@ -25,6 +25,16 @@ def load(root: Path) -> dict[str, Target]:
     return found
 
 
+def variant(target: Target, workloads: str | None) -> Target:
+    """The config in a target's folder whose workloads have that hash; the target's own where none has."""
+    if target.sections["workloads"] != workloads:
+        for path in sorted(target.path.parent.glob("*.yaml")):
+            other = load_target(config=path)
+            if other.name == target.name and other.sections["workloads"] == workloads:
+                return other
+    return target
+
+
 def in_archive(root: Path, target: Target, name: str) -> str:
     """A path as a target's config has it, relative to the archive's root. UserError where it lies outside."""
     found = os.path.relpath(target.root.resolve() / name, root.resolve())

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tools.core.config import Target
+from tools.evaluator.grids import cells
 from tools.evaluator.passes import Racer
 from tools.evaluator.runner import START_TIMEOUT_S, Runner, Stop, WorkerFailure
 
@@ -29,6 +30,7 @@ class Baselines:
     def __init__(self, target: Target, cases: str, require: tuple[str, ...], limits: dict[str, Any]) -> None:
         self._section: dict[str, list[str]] = target.config["baselines"]
         self._contract_library: str | None = target.config["contract"].get("library")
+        self._entries = sorted({cell.entry for cell in cells(target.config["workloads"])})
         self._quick, self._require, self._limits = cases == "quick", require, limits
         self._here: dict[str, Baseline] = {}
         self.records: dict[str, Any] = {}
@@ -58,7 +60,7 @@ class Baselines:
                 record.update({key: reply[key] for key in ("available", "reason", "version")})
                 baseline.layout = reply["layout"]
                 if record["available"]:
-                    for entry in ("prefill", "decode"):
+                    for entry in self._entries:
                         record["routes"][entry] = baseline.runner.request("routes", entry=entry)["routes"]
             except WorkerFailure as problem:
                 record.update(available=False, reason=problem.message)

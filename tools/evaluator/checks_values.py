@@ -150,7 +150,7 @@ def cells(ctx: Context) -> None:
 
 
 def _other_entry_points(ctx: Context, cell: Cell, q: Any, k: Any, v: Any, out: Any, lse_out: Any) -> None:
-    """A decode cell against an extend of one row; a full-sequence cell's last row and answer against decode and extend."""
+    """A decode cell against an extend of one row; another cell's last rows, or answer, against decode and extend."""
     if cell.kind == "decode":
         got = ctx.run("extend", q, k, v, witness=False)
         ctx.both_equal(got, (out, lse_out), "extend of one row")
@@ -159,10 +159,10 @@ def _other_entry_points(ctx: Context, cell: Cell, q: Any, k: Any, v: Any, out: A
     got = ctx.run("extend", q[:, :, -tail:], k, v, witness=False)
     ctx.both_equal(got, (out[:, :, -tail:], lse_out[:, :, -tail:]), f"the last {tail} rows by extend")
     for _ in range(2):
-        length = cell.rows - ctx.draw.python.randrange(min(cell.rows, tail))
-        row = slice(length - 1, length)
+        end = cell.rows - ctx.draw.python.randrange(min(cell.rows, tail))
+        row, length = slice(end - 1, end), cell.keys - cell.rows + end
         got = ctx.run("decode", q[:, :, row], k[:, :, :length], v[:, :, :length], witness=False)
-        ctx.both_equal(got, (out[:, :, row], lse_out[:, :, row]), f"row {length - 1} by decode")
+        ctx.both_equal(got, (out[:, :, row], lse_out[:, :, row]), f"row {end - 1} by decode")
 
 
 def _reference_output(ctx: Context, cell: Cell, q: Any, k: Any, v: Any) -> tuple[str, Any] | None:

@@ -70,18 +70,18 @@ class Cell:
 
     name: str
     phase: str  # full | decode
-    kind: str  # prefill | update | decode
+    kind: str  # prefill | update | extend | decode
     batch: int
     rows: int
     keys: int
 
     @property
     def entry(self) -> str:
-        return "decode" if self.kind == "decode" else "prefill"
+        return self.kind if self.kind in ("decode", "extend") else "prefill"
 
     def pairs(self) -> int:
-        """Query-key pairs that one head computes."""
-        return self.batch * (self.rows * (self.rows + 1) // 2 if self.entry == "prefill" else self.keys)
+        """Query-key pairs that one head computes: the last row sees all keys, each row before it one less."""
+        return self.batch * (self.rows * self.keys - self.rows * (self.rows - 1) // 2)
 
     def flop(self, heads_q: int) -> float:
         return 4.0 * 128 * heads_q * self.pairs()
@@ -96,18 +96,18 @@ class Cell:
 def cells(workloads: dict[str, Any], limit: int = 0) -> list[Cell]:
     """All cells of a target's workloads in a fixed order; `limit` keeps that many of each kind, spread over the grid."""
     found: list[Cell] = []
-    for kind, axis in (("prefill", "seqlen"), ("update", "prompt"), ("decode", "context")):
+    for kind, axis in (("prefill", "seqlen"), ("update", "prompt"), ("extend", "context"), ("decode", "context")):
         axes = workloads.get(kind)
         if not axes:
             continue
-        answer = axes.get("answer", 0)
+        more = axes.get("answer", 0) + axes.get("new", 0)
         group = []
         for batch in axes["batch"]:
             for size in axes[axis]:
-                rows = 1 if kind == "decode" else size + answer
-                label = {"prefill": f"S{size}", "update": f"S{size}+{answer}", "decode": f"L{size}"}[kind]
+                rows = {"decode": 1, "extend": more}.get(kind, size + more)
+                label = ("S" if axis != "context" else "L") + f"{size}" + (f"+{more}" if more else "")
                 phase = "decode" if kind == "decode" else "full"
-                group.append(Cell(f"{kind} B{batch} {label}", phase, kind, batch, rows, size + answer))
+                group.append(Cell(f"{kind} B{batch} {label}", phase, kind, batch, rows, size + more))
         if limit:
             group = group[:: max(1, len(group) // limit)][:limit]
         found += group

@@ -107,7 +107,7 @@ class FlashAttention3(_FlashAttention):
     packages = ("flash_attn_3", "flash-attn-3", "fa3-fwd")
 
     def routes(self, entry: str) -> list[str]:
-        return ["num_splits=1", "num_splits=0"] if entry == "decode" else ["num_splits=1"]
+        return ["num_splits=1", "num_splits=0"] if entry in ("decode", "extend") else ["num_splits=1"]
 
     def options(self, entry: str, route: str | None) -> dict[str, Any]:
         options: dict[str, Any] = {"num_splits": 0 if route == "num_splits=0" else 1}
@@ -115,6 +115,29 @@ class FlashAttention3(_FlashAttention):
         if "return_attn_probs" in names:  # asks for the LSE as well; it is computed in any case
             options["return_attn_probs"] = True
         return options
+
+
+class FlashAttention3Aligned(FlashAttention3):
+    """FlashAttention-3 in the bits of its own full-sequence call: without splits, and in decode with a second query, since
+    one query alone goes to another kernel. The second query repeats the first, in place or copied within the timed call."""
+
+    name = "fa3_aligned"
+
+    def routes(self, entry: str) -> list[str]:
+        return ["two queries", "two queries, copied"] if entry == "decode" else ["num_splits=1"]
+
+    def prepare(self, entry: str, tensors: Tensors, max_seqlen: int, route: str | None) -> Callable[[], Output]:
+        if entry != "decode":
+            return super().prepare(entry, tensors, max_seqlen, route)
+        copied, prepare = route == "two queries, copied", super().prepare
+
+        def run() -> Output:
+            q = tensors["q"].expand(-1, -1, 2, -1)
+            q = q.transpose(1, 2).contiguous().transpose(1, 2) if copied else q
+            out, lse = prepare("extend", {**tensors, "q": q}, max_seqlen, None)()
+            return out[:, :, 1:], None if lse is None else lse[:, :, 1:]
+
+        return run
 
 
 class FlashAttention2(_FlashAttention):
@@ -321,7 +344,7 @@ class FlashInfer(Provider):
 
 
 _PROVIDERS: dict[str, type[Provider]] = {
-    cls.name: cls for cls in (FlashAttention3, FlashAttention2, SdpaFlash, SdpaCudnn, SdpaCpu, FlashInfer)
+    cls.name: cls for cls in (FlashAttention3, FlashAttention3Aligned, FlashAttention2, SdpaFlash, SdpaCudnn, SdpaCpu, FlashInfer)
 }
 NAMES = tuple(_PROVIDERS)
 

@@ -236,7 +236,8 @@ def geomeans(cells: list[dict[str, Any]]) -> dict[str, Any]:
     for mode in ("cold", "hot"):
         if any(mode not in cell["modes"] for cell in cells):  # not asked for
             continue
-        for phase in ("full", "decode", "prefill", "update"):
+        extend = ("extend",) if any(cell["kind"] == "extend" for cell in cells) else ()
+        for phase in ("full", "decode", "prefill", "update", *extend):
             ratios: dict[str, list[float]] = {}
             for cell in cells:
                 if phase not in (cell["phase"], cell["kind"]):

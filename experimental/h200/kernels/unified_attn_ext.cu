@@ -47,27 +47,27 @@ struct Divisor {
 
 struct PrefillSchedule {
   Divisor group, heads_kv;            // query heads of a KV head; KV heads of a sequence
-  Divisor section, heads, last_heads;  // items of a section; query heads of a section and of the last one
-  int32_t blocks, items, section_kv, last_section;
+  Divisor rounds, heads, last_heads;  // rounds of a section; query heads of a section and of the last one
+  int32_t blocks, all_rounds, section_kv, last_section;
   bool mapped;  // TMA knows the strides
 };
 struct Item {
   int32_t block, batch, head_q, head_kv;
 };
-// Item `index` of the list with the longest blocks first, section by section.
-__device__ __forceinline__ Item item_of(const PrefillSchedule& s, int32_t index) {
-  const uint32_t section = s.section.quotient(index), rest = index - section * s.section.by;
+// What a CTA does in a round. A section's items, those with the longest blocks first, are dealt back and forth, so that who
+// gets the longest of one round gets the shortest of the next; every section is dealt from its own start, since one that
+// began within a round of the section before would give some CTAs its longest items besides the shortest and others both
+// longest ones (up to 12 % more than the mean). Where a section's last round has no item for a CTA, its block is negative.
+__device__ __forceinline__ Item item_of(const PrefillSchedule& s, int32_t round) {
+  const uint32_t section = s.rounds.quotient(round), place = round & 1 ? gridDim.x - 1 - blockIdx.x : blockIdx.x,
+                 rest = (round - section * s.rounds.by) * gridDim.x + place;
   const Divisor& heads = static_cast<int32_t>(section) == s.last_section ? s.last_heads : s.heads;
   const uint32_t row = heads.quotient(rest), head = rest - row * heads.by, head_of_kv = s.group.quotient(head);
   const uint32_t kv = section * s.section_kv + head_of_kv, batch = s.heads_kv.quotient(kv),
                  head_kv = kv - batch * s.heads_kv.by;
-  return {static_cast<int32_t>(s.blocks - 1 - row), static_cast<int32_t>(batch),
-          static_cast<int32_t>(head_kv * s.group.by + head - head_of_kv * s.group.by), static_cast<int32_t>(head_kv)};
-}
-// The list is dealt to the CTAs back and forth, so that who gets the longest of one round gets the shortest of the next.
-__device__ __forceinline__ int32_t dealt(int32_t round) {
-  const uint32_t place = round & 1 ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
-  return static_cast<int32_t>(round * gridDim.x + place);
+  const int32_t block = s.blocks - 1 - static_cast<int32_t>(row);
+  return {block, static_cast<int32_t>(batch), static_cast<int32_t>(head_kv * s.group.by + head - head_of_kv * s.group.by),
+          static_cast<int32_t>(head_kv)};
 }
 
 // What an item needs of K and V. Query i of the sequence sees keys 0 .. before + i.
@@ -265,8 +265,9 @@ __global__ void __launch_bounds__(PREFILL_THREADS, 1)
     asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
     if (threadIdx.x >= 32) return;
     Ring<1> queries[2] = {Ring<1>(shared_address(shared.query_ring[0])), Ring<1>(shared_address(shared.query_ring[1]))};
-    for (int32_t round = 0, index; (index = dealt(round)) < schedule.items; ++round) {
-      const Item item = item_of(schedule, index);
+    for (int32_t round = 0; round < schedule.all_rounds; ++round) {
+      const Item item = item_of(schedule, round);
+      if (item.block < 0) continue;
       const Span span = span_of(p, item);
       if (span.tiles == 0) continue;
       const Sequence& seq = span.seq;
@@ -328,8 +329,9 @@ __global__ void __launch_bounds__(PREFILL_THREADS, 1)
   const int own_turn = 1 + consumer, other_turn = 2 - consumer;
   if (consumer == 1) named_arrive(1, 2 * WG_THREADS);
 
-  for (int32_t round = 0, index; (index = dealt(round)) < schedule.items; ++round) {
-    const Item item = item_of(schedule, index);
+  for (int32_t round = 0; round < schedule.all_rounds; ++round) {
+    const Item item = item_of(schedule, round);
+    if (item.block < 0) continue;
     const Span span = span_of(p, item);
     const int64_t warp_row = span.first_row + consumer * WG_ROWS + warp * 16;
     const int64_t seen = span.before + warp_row + lane / 4 + 1;  // keys that the thread's first row sees
@@ -526,6 +528,7 @@ struct Messages {
 struct DecodeSchedule {
   Divisor heads_kv;
   int32_t group;
+  int32_t overlap_tiles;  // the next kernel may start when a CTA has so many tiles left, or at once with fewer
   bool mapped;  // TMA knows the strides
 };
 
@@ -540,7 +543,6 @@ __global__ void __launch_bounds__(DecodeTraits<G, HEADS>::THREADS, 1)
   auto at = [](const auto& x) { return shared_address(&x); };
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0), lane = threadIdx.x % 32;
   const int rank = static_cast<int>(blockIdx.x) % G;
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
   // All that needs no global memory comes before the wait for the kernel before.
   if (lane == 0 && warp < 5) {
     auto init = [&](auto& barriers, int arrivals) {
@@ -596,6 +598,8 @@ __global__ void __launch_bounds__(DecodeTraits<G, HEADS>::THREADS, 1)
     if (lse && rank == 0 && static_cast<int>(threadIdx.x) < group) lse[threadIdx.x * p.lse_stride[1]] = MINUS_INFINITY;
     return;
   }
+  auto let_next_start = [] { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); };
+  const int overlap_round = (tiles - schedule.overlap_tiles + G - 1) / G;  // none or less: as soon as loads are on their way
   auto slot_of = [](int round) { return round % T::SLOTS; };
   auto slot_parity = [](int round) { return static_cast<uint32_t>(round / T::SLOTS & 1); };
 
@@ -654,6 +658,7 @@ __global__ void __launch_bounds__(DecodeTraits<G, HEADS>::THREADS, 1)
               tma_load(at(shared.sV[stage][t][box]), &map_v, rank * T::DIMS + box * T::BOX_DIMS, first_key(round * G + t), head,
                        batch, barrier);
         }
+        if (round == 0 && overlap_round <= 0) let_next_start();
       }
     }
   } else if (warp < T::VALUE_FIRST) {
@@ -796,6 +801,7 @@ __global__ void __launch_bounds__(DecodeTraits<G, HEADS>::THREADS, 1)
       uint32_t v[KEY_SLICES_N][4];
       barrier_wait(at(shared.values_full[stage]), round / T::VALUE_STAGES & 1);
       load_values(v, 0);
+      if (own == 0 && round > 0 && round == overlap_round) let_next_start();
       barrier_wait(at(shared.weights_full[slot_of(round)]), slot_parity(round));
       add_tile(v, 0);
       if ((round + 1) * G <= tiles) {
@@ -911,19 +917,21 @@ __global__ void __launch_bounds__(DecodeTraits<G, HEADS>::THREADS, 1)
 }
 
 // --------------------------------------------------------------------------------------------- tile policy and launch
+// Of an H200's 132 multiprocessors only 120 can be had in clusters of four or eight.
+int64_t sms_in_clusters(int ctas, int num_sms) { return ctas <= 2 ? num_sms : num_sms * 10 / 11; }
 // CTAs of a cluster in decode: more of them shorten the chain of products and read K once together. All clusters should run
-// at once, and of an H200's 132 multiprocessors only 120 can be had in clusters of four or eight. Eight pay from 64 tiles on.
+// at once, on half of the multiprocessors: the next call waits on the others. Eight pay from 32 tiles on.
 // With more than eight query heads a KV head the slots of four rounds leave too little shared memory for more than two.
 int decode_cluster(int64_t kv_heads, int64_t group, int64_t tiles, int num_sms) {
-  auto pays = [&](int ctas) {
-    return tiles >= (ctas == 8 ? 64 : ctas) && kv_heads * ctas <= (ctas == 2 ? num_sms : num_sms * 10 / 11);
-  };
+  auto pays = [&](int ctas) { return tiles >= (ctas == 8 ? 32 : ctas) && kv_heads * ctas <= num_sms / 2; };
   int ctas = 1;
   while (ctas < (group > 8 ? 2 : 8) && pays(2 * ctas)) ctas *= 2;
   return ctas;
 }
-// KV heads whose K and V may occupy L2 together: about half of the 40 MB and more that these GPUs have.
-int64_t prefill_section(int64_t kv_heads, int64_t keys) {
+// KV heads whose K and V may occupy L2 together: about half of the 40 MB and more that these GPUs have. All of them where few
+// queries see many keys: their blocks are about equally long, and a section of them would end with CTAs that have none.
+int64_t prefill_section(int64_t kv_heads, int64_t queries, int64_t keys) {
+  if (2 * queries <= keys) return kv_heads;
   constexpr int64_t L2_BUDGET_BYTES = 24 << 20, KEY_BYTES = 2 * HEAD_DIM * sizeof(bf16);
   const int64_t fit = L2_BUDGET_BYTES / (keys * KEY_BYTES);
   return fit < 1 ? 1 : fit < kv_heads ? fit : kv_heads;
@@ -1030,15 +1038,16 @@ int launch_prefill(const UnifiedAttnParams* p, int num_sms, void* stream) {
   const int64_t blocks = (p->seqlen_q + BLOCK_M - 1) / BLOCK_M, kv_heads = p->batch * p->heads_kv;
   const int64_t group = p->heads_q / p->heads_kv, items = blocks * p->batch * p->heads_q;
   const int64_t ctas = items < num_sms ? items : num_sms;
-  if (items > INT32_MAX - 2 * ctas) return TOO_LARGE;  // a CTA's next index lies less than two rounds further
-  const int64_t section = prefill_section(kv_heads, p->seqlen_kv), last = (kv_heads - 1) / section;
+  const int64_t section = prefill_section(kv_heads, p->seqlen_q, p->seqlen_kv), last = (kv_heads - 1) / section;
+  const int64_t rounds = (section * group * blocks + ctas - 1) / ctas;
+  if (items > INT32_MAX - 2 * ctas) return TOO_LARGE;  // no number of an item, nor of a round, is larger
   PrefillSchedule s{Divisor(group),
                     Divisor(p->heads_kv),
-                    Divisor(section * group * blocks),
+                    Divisor(rounds),
                     Divisor(section * group),
                     Divisor((kv_heads - last * section) * group),
                     static_cast<int32_t>(blocks),
-                    static_cast<int32_t>(items),
+                    static_cast<int32_t>((last + 1) * rounds),
                     static_cast<int32_t>(section),
                     static_cast<int32_t>(last),
                     false};
@@ -1049,7 +1058,7 @@ int launch_prefill(const UnifiedAttnParams* p, int num_sms, void* stream) {
 }
 
 template <int G, int HEADS>
-int launch_decode_heads(const UnifiedAttnParams* p, void* stream) {
+int launch_decode_heads(const UnifiedAttnParams* p, int num_sms, void* stream) {
   using T = DecodeTraits<G, HEADS>;
   CUtensorMap map_k{}, map_v{};
   // Fetching 256 bytes at once halves the misses of a short call and costs 4 % of the bandwidth of a long one.
@@ -1060,16 +1069,22 @@ int launch_decode_heads(const UnifiedAttnParams* p, void* stream) {
   const bool mapped =
       tensor_map(&map_k, p->k, p->seqlen_kv, p->heads_kv, p->batch, p->k_stride, BLOCK_N, HALF_COLUMNS, promotion) &&
       tensor_map(&map_v, p->v, p->seqlen_kv, p->heads_kv, p->batch, p->v_stride, BLOCK_N, T::BOX_DIMS, promotion);
-  const DecodeSchedule schedule{Divisor(p->heads_kv), static_cast<int32_t>(p->heads_q / p->heads_kv), mapped};
-  return launch<decode_kernel<G, HEADS>>(p->batch * p->heads_kv * G, G, T::THREADS, sizeof(typename T::Shared), true, stream,
-                                         map_k, map_v, *p, schedule);
+  // A waiting kernel holds multiprocessors. Where it fits beside this one, it may come as soon as this one runs, not before:
+  // its own successor would come too. Where it does not fit, it would take what is left and put the rest of its clusters
+  // wherever this kernel ends first, several in a GPC, which then is short of bandwidth: it may come only near the end.
+  constexpr int32_t NEAR_THE_END = 8;
+  const int64_t ctas = p->batch * p->heads_kv * G;
+  const int32_t overlap_tiles = 2 * ctas <= sms_in_clusters(G, num_sms) ? INT32_MAX : NEAR_THE_END;
+  const DecodeSchedule schedule{Divisor(p->heads_kv), static_cast<int32_t>(p->heads_q / p->heads_kv), overlap_tiles, mapped};
+  return launch<decode_kernel<G, HEADS>>(ctas, G, T::THREADS, sizeof(typename T::Shared), true, stream, map_k, map_v, *p,
+                                         schedule);
 }
 template <int G>
-int launch_decode(const UnifiedAttnParams* p, void* stream) {
+int launch_decode(const UnifiedAttnParams* p, int num_sms, void* stream) {
   const int64_t group = p->heads_q / p->heads_kv;
   if constexpr (G <= 2)
-    if (group > 8) return launch_decode_heads<G, 16>(p, stream);
-  return group <= 4 ? launch_decode_heads<G, 4>(p, stream) : launch_decode_heads<G, 8>(p, stream);
+    if (group > 8) return launch_decode_heads<G, 16>(p, num_sms, stream);
+  return group <= 4 ? launch_decode_heads<G, 4>(p, num_sms, stream) : launch_decode_heads<G, 8>(p, num_sms, stream);
 }
 
 }  // namespace
@@ -1099,13 +1114,13 @@ extern "C" int unified_decode(const UnifiedAttnParams* p, void* stream) {
   const int64_t tiles = (p->seqlen_kv + BLOCK_N - 1) / BLOCK_N;
   switch (decode_cluster(p->batch * p->heads_kv, p->heads_q / p->heads_kv, tiles, num_sms)) {
     case 1:
-      return launch_decode<1>(p, stream);
+      return launch_decode<1>(p, num_sms, stream);
     case 2:
-      return launch_decode<2>(p, stream);
+      return launch_decode<2>(p, num_sms, stream);
     case 4:
-      return launch_decode<4>(p, stream);
+      return launch_decode<4>(p, num_sms, stream);
     default:
-      return launch_decode<8>(p, stream);
+      return launch_decode<8>(p, num_sms, stream);
   }
 }
 extern "C" int64_t unified_attn_workspace_bytes(int, const UnifiedAttnParams*) { return 0; }
