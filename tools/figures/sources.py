@@ -91,7 +91,7 @@ def read(evidence: Path, path: Path, targets: Sequence[Target]) -> list[Measured
             raise UserError(
                 f"{show_path(file)}: a full pass that {show_path(path)} does not name: draw it or leave it out there"
             )
-    found = [_measured(evidence / name, known) for name in drawn]
+    found = [measured(evidence / name, known) for name in drawn]
     seen: dict[tuple[str, str], str] = {}
     for entry in found:
         other = seen.setdefault((entry.target.name, entry.machine), entry.name)
@@ -139,7 +139,7 @@ def _could_be_drawn(path: Path, known: dict[str, Target]) -> bool:
     return problem(content, known) is None
 
 
-def _measured(path: Path, known: dict[str, Target]) -> Measured:
+def measured(path: Path, known: dict[str, Target]) -> Measured:
     report, where = _json(path), show_path(path)
     if not isinstance(report, dict):
         raise UserError(f"{where}: not a report")

@@ -25,6 +25,7 @@ from tools.search.context_parts import (
     state_section,
     steps_section,
 )
+from tools.search.context_predicted import predicted_section
 from tools.search.context_tables import latency_section, machine_section
 from tools.search.context_view import View
 from tools.search.negative import archive_section, negative_section
@@ -51,6 +52,7 @@ def sections(view: View, now: Focus) -> list[Section]:
         opportunities_section(view, now),
         merge_section(view, now),
         latency_section(view, now),
+        predicted_section(view),
         machine_section(view, now),
         negative_section(view, now),
         archive_section(view),
