@@ -11,15 +11,18 @@ from ir_fixtures import copy, finished, folder, make, run, scripted  # noqa: F40
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--gpu", default="h200", metavar="TARGET", help="target of the tests marked gpu")
+    parser.addoption("--gpu", metavar="TARGET", help="target of the tests marked gpu; the one whose GPU is here else")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return
     import torch
 
+    from tools.evaluator.mutation import default_targets
+
+    config.option.gpu = config.option.gpu or default_targets()[1]
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="torch sees no GPU"))

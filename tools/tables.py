@@ -180,6 +180,8 @@ def rendered(text: str, where: str, root: Path = REPO_ROOT) -> str:
             raise UserError(f"{where}: a table {kind!r} takes one report, not {len(records)}")
         if report.get("status") != "PASSED":
             raise UserError(f"{where}: {path} has status {report.get('status')!r}; only a passed report makes a table")
+        if report.get("compatibility"):
+            raise UserError(f"{where}: {path} is a compatibility run: its times are proxies and enter no table")
         return match[1] + "\n".join(RENDER[kind](report)) + "\n" + match[5]
 
     if text.count("<!-- table: ") != len(TABLE.findall(text)):

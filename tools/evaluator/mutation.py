@@ -187,9 +187,10 @@ def _recorded(figure: dict[str, Any] | None) -> str:
 
 
 def default_targets() -> list[str]:
-    """The CPU target, and the CUDA target whose GPU this machine has (the first one where it has none)."""
+    """The CPU target, and the CUDA target whose GPU this machine has; where it has none, the one that has a record."""
     cuda = [name for name in target_names() if _device(load_target(name)) == "cuda"]
-    return ["cpu", next((name for name in cuda if _here(name)), "h200" if "h200" in cuda else cuda[0])]
+    recorded = (recorded_score(load_target(cuda[0])) or {}).get("target")
+    return ["cpu", next((name for name in cuda if _here(name)), recorded if recorded in cuda else cuda[0])]
 
 
 def _here(name: str) -> bool:
