@@ -85,13 +85,13 @@ def lines(found: dict[str, Any]) -> list[str]:
         )
     text += [
         "",
-        f"{'cell':<22}{'predicted us':>14}{'band, us':>22}  bound by" + ("    measured us, held out / measured" if own else ""),
+        f"{'cell':<22}{'predicted us':>14}{'band, us':>26}  bound by" + ("    measured us, held out / measured" if own else ""),
     ]
     for cell in found["cells"]:
         band = f"{cell['low_us']:,.1f} .. {cell['high_us']:,.1f}"
-        line = f"{cell['name']:<22}{cell['predicted_us']:>14,.1f}{band:>22}  {cell['bound']}{'' if cell['covered'] else ' *'}"
+        line = f"{cell['name']:<22}{cell['predicted_us']:>14,.1f}{band:>26}  {cell['bound']}{'' if cell['covered'] else ' *'}"
         if "measured_us" in cell:
-            line = f"{line:<72}{cell['measured_us']:>11,.1f}{cell['held_out_ratio']:>12.3f}"
+            line = f"{line:<76}{cell['measured_us']:>11,.1f}{cell['held_out_ratio']:>12.3f}"
         text.append(line)
     if any(not cell["covered"] for cell in found["cells"]):
         text.append("* bounds no calibrating cell of this phase: the band was not measured for it")
