@@ -15,6 +15,7 @@ from typing import Any
 
 import evaluator_tools
 import pytest
+import torch
 
 from tools.core.errors import UserError
 from tools.core.files import REPO_ROOT
@@ -361,6 +362,39 @@ def test_a_weaker_config_is_refused_before_any_work(tmp_path: Path, repo: Path, 
     assert not (tmp_path / "r.json").exists()
 
 
+@pytest.mark.parametrize("role", ["source", "root", "incumbent"])
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("missing.cpp", "missing.cpp: cannot read: No such file"),
+        ("folder.cpp", "folder.cpp: cannot read: not a regular file"),
+        ("link.cpp", "link.cpp: is a symbolic link"),
+        ("kernel.py", r"kernel.py: a source for c\+\+ ends in .cpp"),
+    ],
+)
+def test_a_source_that_cannot_be_taken_leaves_the_reports_name_free(tmp_path: Path, role: str, name: str, words: str) -> None:
+    (tmp_path / "folder.cpp").mkdir()
+    (tmp_path / "kernel.py").write_text("int x;\n")
+    (tmp_path / "link.cpp").symlink_to(tmp_path / "kernel.py")
+    with pytest.raises(UserError, match=words):
+        evaluate(tmp_path, **{role: tmp_path / name})
+    assert not list(tmp_path.glob("report*"))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_machine_without_the_targets_gpu_leaves_the_reports_name_free(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="target h200 needs a"):
+        evaluate(tmp_path, gpu="h200")
+    assert not list(tmp_path.glob("report*"))
+
+
+def test_a_stand_in_for_the_targets_gpu_is_said_in_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(judge, "check_machine", lambda *_, allow_compat: "compatibility only: a stand-in")
+    monkeypatch.setattr(judge, "CHECKS", {})
+    got = evaluate(tmp_path, timing=False)
+    assert got["compatibility"] and "compatibility only: a stand-in" in got["notes"]
+
+
 # ---------------------------------------------------------------- the command
 
 
@@ -381,6 +415,7 @@ def test_wrong_usage_is_one_line(repo: Path, tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("")
     for arguments in (
+        [*output, "--source", str(tmp_path / "missing.cpp")],
         [*output, "--only", "nonsense"],
         [*output, "--require", "nonsense"],
         [*output, "--root-report", str(tmp_path / "none.json")],

@@ -7,9 +7,10 @@
     python tools/evaluate.py --gpu cpu --promotion-trials 20 --output runs/trials.json
 
 A quick run covers fewer cases and times few cells. --only and --no-timing run a part: their status is INCOMPLETE where
-nothing failed. The report is written for every outcome and never over an existing file. The process that decides never
-loads candidate code. Exit codes: 0 for a complete pass, 1 where the report says otherwise, 2 for a usage error (no
-report), 130 after Ctrl-C (report INCOMPLETE).
+nothing failed. The report is written for every outcome of a run and never over an existing file. The process that decides
+never loads candidate code. Exit codes: 0 for a complete pass, 1 where the report says otherwise, 2 where nothing could run:
+a usage error, a source that is missing or misnamed, a machine that is not the target's (no report, the name stays free),
+130 after Ctrl-C (report INCOMPLETE).
 """
 
 from __future__ import annotations

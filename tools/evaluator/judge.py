@@ -1,7 +1,8 @@
 """The process that decides: it draws the inputs, owns the memory, commands the workers, compares, times and reports.
 
 It never loads candidate code, and draws the seed after the candidate is loaded. Order: machine, builds, correctness
-(all of it), baselines, timing, verdict. Whatever ends a run early becomes a status, and the report is written.
+(all of it), baselines, timing, verdict. Whatever ends a run early becomes a status, and the report is written; what could
+not begin, for a source that is not there or a GPU that is not the target's, is a UserError and leaves the report's name free.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from tools.evaluator.options import Options
 from tools.evaluator.race import RACING, Race
 from tools.evaluator.reproducer import Origin
 from tools.evaluator.runner import Stop, WorkerFailure
+from tools.loader.build import check_source
 from tools.loader.device import check_machine, resolve_device
 
 _REGISTERED = (checks, checks_hidden, checks_memory, checks_values)  # importing them registers the checks
@@ -44,11 +46,14 @@ _REGISTERED = (checks, checks_hidden, checks_memory, checks_values)  # importing
 def evaluate(options: Options, show: Show) -> dict[str, Any]:
     """Run one evaluation and return the report that was written.
 
-    UserError where nothing can be written or asked for (output, config, names); KeyboardInterrupt after an INCOMPLETE
-    report.
+    UserError, and no report, where nothing can be written or asked for (output, config, names, sources) or the machine is
+    not the target's; KeyboardInterrupt after an INCOMPLETE report.
     """
     report.check_output(options.output)
     target = options.target or load_target(options.gpu, options.config)
+    for source in (options.source, options.root, options.incumbent):
+        if source is not None:
+            check_source(target, source)
     if unknown := [name for name in options.only if name not in CHECKS]:
         raise UserError(f"--only: no check {unknown[0]!r}; known: {', '.join(CHECKS)}")
     configured = {name for phase in ("full", "decode") for name in target.config["baselines"][phase]}
@@ -72,6 +77,10 @@ def evaluate(options: Options, show: Show) -> dict[str, Any]:
         },
     )
     sandbox.harden_judge()
+    if stand_in := check_machine(target, resolve_device(target, None), allow_compat=options.allow_compat):
+        record["compatibility"] = True
+        record["notes"].append(stand_in)
+        record["notes"].append("this run shows that the build agrees with itself here, nothing of the target's bits or speed")
     judge = Judge(options, target, record, root, show)
     started = time.monotonic()
     try:
@@ -136,14 +145,6 @@ class Judge(Race):
         if self.device == "cpu":
             environment.keep_still()
         with self._stage("machine"):
-            where = resolve_device(self.target, None)
-            note = check_machine(self.target, where, allow_compat=self.options.allow_compat)
-            if note:
-                self.record["compatibility"] = True
-                self.record["notes"].append(note)
-                self.record["notes"].append(
-                    "this run shows that the build agrees with itself here, nothing of the target's bits or speed"
-                )
             self.record["environment"] = environment.record(self.device)
             self.record["hashes"]["environment"] = sha256_json(report.finite(self.record["environment"]))
             if self.root_report is not None:

@@ -71,6 +71,18 @@ class Built:
     cached: bool
 
 
+def check_source(target: Target, source: Path) -> None:
+    """UserError for a candidate that is missing, cannot be read, is no plain file, or is not called as the compiler expects."""
+    cache.read_regular(source.absolute())
+    _check_suffix(target, source.absolute())
+
+
+def _check_suffix(target: Target, path: Path) -> None:
+    compiler = target.config["build"]["compiler"]
+    if path.suffix not in SUFFIXES[compiler]:
+        raise UserError(f"{show_path(path)}: a source for {compiler} ends in {' or '.join(SUFFIXES[compiler])}")
+
+
 def build(
     target: Target, source: Path | None = None, *, role: str = "kernel", verbose: bool = False, fresh: bool | Path = False
 ) -> Built:
@@ -90,9 +102,7 @@ def build(
     if source is not None:
         path = source.absolute()
         contents[source_name] = cache.read_regular(path)
-    compiler = target.config["build"]["compiler"]
-    if path.suffix not in SUFFIXES[compiler]:
-        raise UserError(f"{show_path(path)}: a source for {compiler} ends in {' or '.join(SUFFIXES[compiler])}")
+    _check_suffix(target, path)
     digests = {name: files.sha256_bytes(data) for name, data in contents.items()}
     for name, data in contents.items():
         if word := sources.undeclared_read(data):
