@@ -259,6 +259,15 @@ def test_an_evaluator_without_a_report_says_why(run: Run, tmp_path: Path) -> Non
         evaluate(run, tmp_path, child_report(run), write=False)
 
 
+def test_the_evaluators_error_line_is_not_shown_twice(run: Run, tmp_path: Path) -> None:
+    """A line `error:` in an audit's output means that nothing was recorded; the outcome is said by the audit."""
+    shown: list[str] = []
+    with pytest.raises(UserError, match="no baseline"), mock.patch.object(bridge, "EVALUATE", tmp_path / "stub.py"):
+        (tmp_path / "stub.py").write_text(STUB.format(report="", called=str(tmp_path / "called"), write=False))
+        bridge.evaluate(run, "I0001", tmp_path / "out.json", shown.append)
+    assert shown == ["correctness"]
+
+
 def test_a_report_of_something_else_is_refused_after_an_evaluation_too(run: Run, tmp_path: Path) -> None:
     report = child_report(run)
     report["environment"]["cores"] = 1

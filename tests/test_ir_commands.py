@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from ir_tools import ROOT, Agent, Scripted, action, decision, edited, make_run, opportunity, started, unsynced
 
 from tools.core.errors import UserError
@@ -168,6 +170,37 @@ def test_help_and_errors_of_the_program(copy: Path, repo: Path) -> None:
     assert json.loads(call("status", "--run", str(copy), "--json").stdout)["audited"] == 6
     wrong = call("propose", "--run", str(copy), "--file", "-")
     assert wrong.returncode == 2 and wrong.stderr.startswith("error: ") and wrong.stderr.count("\n") == 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_an_audit_without_the_targets_gpu_names_export_job(tmp_path: Path, repo: Path) -> None:
+    """One error line, exit code 2, nothing recorded: the machine is no fault of the kernel's."""
+    folder = tmp_path / "run"
+    assert main(["init", "--gpu", "h200", "--run", str(folder)]) == 0
+    before = (folder / "log.jsonl").read_bytes()
+    done = subprocess.run(
+        [sys.executable, str(repo / "tools" / "ir.py"), "audit", "--run", str(folder)],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert done.returncode == 2 and len(errors) == 1 and done.stderr.endswith(f"{errors[0]}\n"), done.stderr
+    assert "target h200 needs" in errors[0] and f"ir.py export-job --run {folder}" in errors[0]
+    assert (folder / "log.jsonl").read_bytes() == before and not list((folder / "reports").glob("*.json"))
+    assert not done.stdout
+
+
+def test_the_hint_of_export_job_is_what_run_sh_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The printed command, with a checkout in its place, gets past run.sh's own question for one."""
+    assert main(["init", "--gpu", "cpu", "--run", str(tmp_path / "run")]) == 0
+    assert main(["export-job", "--run", str(tmp_path / "run")]) == 0
+    said = capsys.readouterr().out
+    hint = re.search(r"PYTHON=\S+ (sh \S+/run\.sh) (\S+)$", said, re.M)
+    assert hint and hint[2] == "/path/to/checkout", said
+    done = subprocess.run(
+        [*hint[1].split(), "/nowhere"], cwd=tmp_path / "run" / "jobs", capture_output=True, text=True, check=False,
+        env={"PYTHON": "echo", "PATH": "/usr/bin:/bin"},
+    )  # fmt: skip
+    assert done.returncode == 0 and done.stdout.startswith("/nowhere/tools/search/jobs.py "), done
 
 
 def test_an_action_may_describe_its_child_anew(tmp_path: Path) -> None:

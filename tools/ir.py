@@ -287,7 +287,9 @@ def _export_job(args: argparse.Namespace) -> Said:
 
     run = _writing(args.run)
     folder = jobs.export(run, args.implementation or audits.waiting(run))
-    return f"wrote     {show_path(folder)}: copy it to the machine, and run run.sh there", {"wrote": show_path(folder)}
+    there = f"PYTHON=/path/to/python sh {folder.name}/run.sh /path/to/checkout"
+    said = f"wrote     {show_path(folder)}\nnext      copy it to the machine with the GPU; there: {there}"
+    return said, {"wrote": show_path(folder)}
 
 
 def _import_report(args: argparse.Namespace) -> Said:

@@ -118,10 +118,11 @@ def command(run: Run, implementation: str, output: Path, path_of: Callable[[str]
 def evaluate(run: Run, implementation: str, output: Path, show: Show) -> dict[str, Any]:
     """Run the evaluator on an implementation and return its report, which lies at `output` then and is checked.
 
-    `show` is told what the evaluator says. RuleError where the run's specification has changed; UserError where the
-    evaluator wrote no report; KeyboardInterrupt after it has ended by itself. `output` is never overwritten.
+    `show` is told what the evaluator says, but for its `error:` line, which the audit or the UserError repeats. RuleError
+    where the run's specification has changed; UserError where the evaluator wrote no report, which for a machine without the
+    target's GPU names the way out; KeyboardInterrupt after it has ended by itself. `output` is never overwritten.
     """
-    check_frozen(run)
+    target = check_frozen(run)
     reports.check_output(output)
     words = command(run, implementation, output, lambda name: source_path(run, name))
     process = subprocess.Popen(
@@ -134,16 +135,31 @@ def evaluate(run: Run, implementation: str, output: Path, show: Show) -> dict[st
         try:
             for line in process.stderr:
                 last = line.strip() or last
-                show(line.rstrip("\n"))
+                if not line.startswith("error: "):
+                    show(line.rstrip("\n"))
         except KeyboardInterrupt:
             process.send_signal(signal.SIGTERM)  # it writes what it knows, as INCOMPLETE
             process.wait()
             raise
     if not output.exists():
+        _refuse_machine(run, target)
         raise UserError(f"{implementation}: the evaluator wrote no report: {last.removeprefix('error: ') or 'it was killed'}")
     found = reports.read(output)
     check_report(run, implementation, found)
     return found
+
+
+def _refuse_machine(run: Run, target: Target) -> None:
+    """UserError where this machine has not the target's GPU. Asked afterwards only: it takes torch, and a context on a GPU."""
+    from tools.loader.device import check_machine, resolve_device
+
+    try:
+        check_machine(target, resolve_device(target, None))
+    except UserError as problem:
+        raise UserError(
+            f"{problem}: nothing was recorded; on a machine that has it measure what this writes: "
+            f"python tools/ir.py export-job --run {show_path(run.folder)}"
+        ) from None
 
 
 # ---------------------------------------------------------------- what a report is of
