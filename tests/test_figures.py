@@ -9,6 +9,7 @@ import math
 import re
 import shutil
 import statistics
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import pytest
 
 from tools import plot
 from tools.core.config import Target, load_target, target_names
-from tools.core.errors import UserError
+from tools.core.errors import UserError, run_command
 from tools.evaluator import report as reports
 from tools.figures import data, sources
 
@@ -69,7 +70,11 @@ def rows(text: bytes | str) -> list[dict[str, str]]:
 
 
 def test_the_kept_figures_are_their_evidence(capsys: pytest.CaptureFixture[str]) -> None:
-    assert plot.main(["--check"]) == 0, capsys.readouterr().out
+    if why := plot.other_matplotlib():
+        with pytest.raises(UserError, match=f"pictures not compared, .*{re.escape(why)}"):
+            plot.main(["--check"])
+    else:
+        assert plot.main(["--check"]) == 0, capsys.readouterr().out
     for path in [*plot.FIGURES.glob("*.svg"), *plot.FIGURES.glob("*.pdf")]:
         assert not re.search(rb"[dD]ate>|/CreationDate|/ModDate", path.read_bytes()), path
 
@@ -203,6 +208,28 @@ def test_another_matplotlib_writes_nothing(lab: Path, monkeypatch: pytest.Monkey
     with pytest.raises(UserError, match=r"0\.0\.1 drew them"):
         plot.write(lab / "figures", lab / "evidence", TARGETS)
     assert sorted(path.name for path in (lab / "figures").iterdir()) == [plot.PUBLISHED, plot.REPORTS]
+
+
+@pytest.mark.parametrize("installed", ["none", "another"])
+def test_a_check_that_compares_no_pictures_says_so_and_is_no_success(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], installed: str
+) -> None:
+    """A file that differs is still named first."""
+    if installed == "none":
+        monkeypatch.setitem(sys.modules, "matplotlib", None)
+    else:
+        monkeypatch.setattr(style, "DRAWN_WITH", "0.0.1")
+    assert run_command(lambda: plot.main(["--check"])) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith("error: pictures not compared, only the CSV files") and said.err.count("\n") == 1
+    assert {"none": "pip install", "another": "0.0.1 drew them"}[installed] in said.err and not said.out
+    shutil.copytree(plot.FIGURES, tmp_path / "figures")
+    with (tmp_path / "figures" / "attention_performance.csv").open("a") as stream:
+        stream.write("more\n")
+    monkeypatch.setattr(plot, "FIGURES", tmp_path / "figures")
+    assert run_command(lambda: plot.main(["--check"])) == 1
+    said = capsys.readouterr()
+    assert "attention_performance.csv: differs" in said.out and not said.err
 
 
 # ---------------------------------------------------------------- refusals

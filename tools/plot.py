@@ -4,8 +4,10 @@
     python tools/plot.py --check    # write nothing; name the first file that is not what the evidence gives, exit 1
 
 Which reports are drawn stands in experimental/figures/reports.json (tools/figures/sources.py has the rule). A target
-without one shows "not measured". The same evidence gives the same bytes: CSV files are compared always, pictures where
-the installed matplotlib is the one that drew them (tools/figures/style.py). assets/ holds the drawings that show no data.
+without one shows "not measured". The same evidence gives the same bytes, where the installed matplotlib is the one that
+drew the pictures (tools/figures/style.py). With another, or none, --check still compares the CSV files (exit 1 where one
+differs), and then ends with `error: pictures not compared` and exit 2: a 0 means that all was compared. Without matplotlib
+tools/verify_archive.py checks the data. assets/ holds the drawings that show no data.
 """
 
 from __future__ import annotations
@@ -133,7 +135,9 @@ def write(folder: Path, evidence: Path, targets: Sequence[Target]) -> list[str]:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = CommandParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 where a file differs")
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; exit 1 where a file differs, 2 where pictures cannot be compared"
+    )
     options = parser.parse_args(arguments)
     targets = [load_target(name) for name in target_names()]
     if not options.check:
@@ -144,11 +148,11 @@ def main(arguments: list[str] | None = None) -> int:
                 write_atomic(ASSETS / name, raw)
                 print(f"{show_path(ASSETS / name)}: written")
         return 0
-    if why := other_matplotlib():
-        print(f"pictures are not compared: {why}")
     if problem := check(FIGURES, EVIDENCE, targets) or check_assets(ASSETS):
         print(problem)
         return 1
+    if why := other_matplotlib():
+        raise UserError(f"pictures not compared, only the CSV files, which are what the evidence gives: {why}")
     return 0
 
 
