@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -15,10 +16,11 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 from tools.core.config import load_target
 from tools.core.errors import UserError
-from tools.evaluator import counters, objective, oracle, report
+from tools.evaluator import counters, objective, oracle, report, table
 from tools.evaluator.arena import Arena, Mapping
 from tools.evaluator.compare import poison_, snapshot, unchanged, unwritten, words_differ
 from tools.evaluator.device import kernels_of
@@ -304,6 +306,18 @@ def test_a_report_of_another_machine_is_computed_again(name: str, repo: Path) ->
     assert report.recompute(found) == []
     found["timing"]["geomeans"]["cold"]["full"]["best"]["ratio"] *= 1 + 1e-9
     assert report.recompute(found) == ["the geometric means are not those of the cells"]
+
+
+def test_the_table_says_which_cells_are_hot_as_cold(repo: Path) -> None:
+    """The printed table of hot times has no line for them, and says how many there are and why."""
+    found = json.loads((repo / "experimental/evidence/h200-portable.json").read_text())
+    left_out = sum(cell["modes"]["hot"]["same_as"] == "cold" for cell in found["timing"]["cells"])
+    console = Console(file=io.StringIO(), width=200)
+    table.show(console, found)
+    printed = console.file.getvalue()  # type: ignore[attr-defined]
+    assert 0 < left_out < len(found["timing"]["cells"])
+    note = f"as cold, and not run apart: {left_out} more cells, where one call's inputs exceed twice the L2"
+    assert printed.count("as cold") == 1 and note in printed[printed.index("hot: microseconds") :]
 
 
 def test_a_report_with_a_number_that_is_none_has_no_hash() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import json
 import math
 import re
@@ -23,7 +24,9 @@ from tools.evaluator import report as reports
 from tools.figures import data, sources
 
 pytest.importorskip("matplotlib", reason="the extra `figures` is not installed")
-from tools.figures import cells, roofline, style
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+from tools.figures import cells, drawings, roofline, style
 
 H200 = next(name for name in sources.listing(plot.FIGURES / plot.REPORTS)[0] if name.startswith("h200-"))
 TARGETS = [load_target(name) for name in target_names()]
@@ -158,6 +161,67 @@ def test_the_roofline_counts_operations_and_bytes(measured: list[sources.Measure
         for time in (modes["cold"].ours, *modes["cold"].libraries.values()):
             x, y = roofline.point(cell, time, (32, 8))
             assert y < min(peaks["peak_tflops"], x * peaks["peak_bandwidth_gbps"] / 1e3), cell.name
+
+
+# ---------------------------------------------------------------- legibility
+
+
+def words_of(sheet: style.Sheet) -> list[tuple[str, Any]]:
+    """(text, its box in pixels) of all words that a figure shows."""
+    canvas = FigureCanvasAgg(sheet.figure)
+    canvas.draw()
+    found = []
+    for axes in sheet.figure.axes:
+        shown = [*axes.texts, axes.xaxis.label, axes.yaxis.label]
+        for axis in (axes.xaxis, axes.yaxis):
+            low, high = sorted(axis.get_view_interval())
+            shown += [tick.label1 for tick in axis.get_major_ticks() if low <= tick.get_loc() <= high]
+        hidden = not axes.axison
+        found += [
+            (text.get_text(), text.get_window_extent(canvas.get_renderer()))
+            for text in shown
+            if text.get_text() and text.get_visible() and not (hidden and text not in axes.texts)
+        ]
+    return found
+
+
+def drawn_sheets(measured: list[sources.Measured]) -> list[tuple[str, style.Sheet]]:
+    with style.settings():
+        return [*plot.sheets(measured, TARGETS, plot.FIGURES / plot.PUBLISHED), *drawings.drawings()]
+
+
+def test_no_word_is_cut_off_or_covered_by_another(measured: list[sources.Measured]) -> None:
+    """In the figures of all targets and in the drawings: with the margin that each sheet keeps, and half a point apart."""
+    for name, sheet in drawn_sheets(measured):
+        with style.settings():
+            found = words_of(sheet)
+        assert len(found) > 1, name
+        unit = sheet.figure.dpi / 72
+        for text, box in found:
+            inside = box.x0 >= 12 * unit and box.x1 <= (sheet.width - 12) * unit
+            assert inside and box.y0 >= 4 * unit and box.y1 <= (sheet.height - 4) * unit, f"{name}: {text!r} is cut off"
+        for (one, first), (other, second) in itertools.combinations(found, 2):
+            apart = (
+                min(first.x1, second.x1) - max(first.x0, second.x0),
+                min(first.y1, second.y1) - max(first.y0, second.y0),
+            )
+            assert min(apart) < unit, f"{name}: {one!r} and {other!r} overlap"
+
+
+def test_a_ratio_is_legible_on_its_colour() -> None:
+    """The ink with the most contrast, nowhere less than 3.9 (3 is what large type needs, 4.5 small type)."""
+    for step in range(-300, 301):
+        field, ink = style.ratio_colours(2 ** (step / 100))
+        least = max(style._contrast(one, field) for one in ("#ffffff", style.INK))
+        assert style._contrast(ink, field) == least >= 3.9, step
+
+
+def test_what_is_hot_as_cold_is_said(measured: list[sources.Measured]) -> None:
+    """Every figure with hot times says what it shows where a cell was not timed hot."""
+    for name, sheet in drawn_sheets(measured):
+        said = " ".join(text for text, _ in words_of(sheet))
+        if re.search(r"\bhot\b", said) and not name.startswith("roofline"):
+            assert re.search(r"hot is as cold|hot time is its cold one", said), name
 
 
 # ---------------------------------------------------------------- tampering

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -25,6 +26,9 @@ from tools.core.errors import CommandParser, UserError, run_command
 from tools.core.files import REPO_ROOT, read_bytes, show_path, write_atomic
 from tools.figures import data
 from tools.figures.sources import Measured, read
+
+if TYPE_CHECKING:
+    from tools.figures.style import Sheet
 
 EVIDENCE, FIGURES = EXPERIMENTAL / "evidence", EXPERIMENTAL / "figures"
 REPORTS, PUBLISHED = "reports.json", "published_reference.csv"  # what a figure is made from; all else there is made
@@ -40,22 +44,26 @@ def tables(measured: Sequence[Measured], targets: Sequence[Target]) -> dict[str,
     }
 
 
+def sheets(measured: Sequence[Measured], targets: Sequence[Target], published: Path) -> Iterator[tuple[str, Sheet]]:
+    """(name, figure) of each picture, drawn when it is asked for. Needs matplotlib, and style.settings() around it."""
+    from tools.figures import cells, performance, published_reference, roofline
+
+    yield "performance", performance.draw(measured, targets)
+    for target in targets:
+        own = [entry for entry in measured if entry.target.name == target.name]
+        yield f"cells_{target.name}", cells.draw(target, own)
+        yield f"roofline_{target.name}", roofline.draw(target, own)
+    yield "published_reference", published_reference.draw(data.published(published), measured)
+
+
 def pictures(
     measured: Sequence[Measured], targets: Sequence[Target], published: Path, kinds: Sequence[str] = ("svg", "pdf")
 ) -> Iterator[tuple[str, bytes]]:
     """(file name, content) of each picture, drawn when it is asked for. Needs matplotlib."""
-    from tools.figures import cells, performance, published_reference, roofline, style
-
-    def sheets() -> Iterator[tuple[str, style.Sheet]]:
-        yield "performance", performance.draw(measured, targets)
-        for target in targets:
-            own = [entry for entry in measured if entry.target.name == target.name]
-            yield f"cells_{target.name}", cells.draw(target, own)
-            yield f"roofline_{target.name}", roofline.draw(target, own)
-        yield "published_reference", published_reference.draw(data.published(published), measured)
+    from tools.figures import style
 
     with style.settings():
-        for name, sheet in sheets():
+        for name, sheet in sheets(measured, targets, published):
             for kind in kinds:
                 yield f"{name}.{kind}", style.picture(sheet, kind)
 

@@ -25,6 +25,7 @@ ROW, GAP, MACHINE, ABSENT = 19.0, 9.0, 46.0, 30.0
 LINES = (
     "Geometric mean of library time / our time over the cells of a group; above 1 ours is faster.",
     "In brackets: cells. Thick bar, bold figure: cold, each call has its own inputs. Thin bar: hot, shared.",
+    "A cell's hot time is its cold one where a call's inputs exceed twice the L2 (= in the figures of all cells).",
 )
 
 

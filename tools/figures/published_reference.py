@@ -19,6 +19,7 @@ LINES = (
     "Time of the fastest library measured beside an implementation / the implementation's time; above 1 it is faster.",
     "The other's figures were published elsewhere, from other machines and by another method:",
     "read them as context, not as a race. Only the figures of one source compare.",
+    "Where no light dot shows, hot is as cold.",
 )
 TICKS = (0.25, 0.5, 1.0, 2.0)
 

@@ -44,7 +44,7 @@ def ratio_colours(ratio: float) -> tuple[str, str]:
     """(field, text) for a ratio: orange below 1, blue above, by its logarithm; the text keeps its contrast."""
     place = min(1.0, max(0.0, 0.5 + math.log2(ratio) / (2 * SPAN)))
     field = to_hex(_COLOURS(place))
-    return field, "#ffffff" if _contrast("#ffffff", field) > 1.25 * _contrast(INK, field) else INK
+    return field, max(("#ffffff", INK), key=lambda ink: _contrast(ink, field))
 
 
 def _contrast(first: str, second: str) -> float:
