@@ -32,10 +32,12 @@ format: .venv/dev.stamp
 	$(BIN)/clang-format -i $(SOURCES)
 	$(BIN)/python tools/load_kernel.py --update-hashes
 
+# The report becomes evidence only when all passed; until then, and where something fails, it lies under runs/.
 gpu-check:
 	$(GPU_PYTHON) tools/load_kernel.py --gpu $(GPU) --verbose
-	$(GPU_PYTHON) tools/evaluate.py --gpu $(GPU) --output experimental/evidence/$(GPU)-$(STAMP).json
+	$(GPU_PYTHON) tools/evaluate.py --gpu $(GPU) --output runs/$(GPU)-$(STAMP).json
 	$(GPU_PYTHON) -m pytest -m gpu --gpu $(GPU)
+	$(GPU_PYTHON) tools/evidence.py runs/$(GPU)-$(STAMP).json
 
 # torch alone comes from TORCH_INDEX, and what it depends on from the default index.
 .venv/run.stamp: constraints.txt pyproject.toml
