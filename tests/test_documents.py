@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tools.core.errors import UserError
+from tools.evaluator import report as reports
 from tools.load_kernel import load_kernel
 from tools.tables import DOCUMENTS, main, rendered
 
@@ -93,6 +94,80 @@ def test_links_and_paths_exist(repo: Path, name: str) -> None:
     paths = re.findall(r"`((?:tools|tests|experimental|\.ci)/[\w./*<>-]+)`", text)
     missing = [path for path in paths if not any(c in path for c in "<*") and not (repo / path).exists()]
     assert not links + missing
+
+
+def anchors(text: str) -> set[str]:
+    """The headings of a document, as a link names them."""
+    heads = re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", text, flags=re.S), re.M)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).strip().replace(" ", "-") for head in heads}
+
+
+@pytest.mark.parametrize("name", [*DOCUMENTS, "AGENTS.md"])
+def test_links_to_a_heading_find_it(repo: Path, name: str) -> None:
+    for file, anchor in re.findall(r"\]\(([^)#:\s]*)#([^)\s]+)\)", (repo / name).read_text()):
+        linked = (repo / name).parent / file if file else repo / name
+        assert anchor in anchors(linked.read_text()), f"{name}: {file}#{anchor}"
+
+
+def section(text: str, heading: str) -> str:
+    found = re.search(rf"^## {heading}\n(.*?)(?=^## |\Z)", text, re.M | re.S)
+    assert found, heading
+    return found[1]
+
+
+def test_requirements_are_those_of_package_and_evidence(repo: Path) -> None:
+    """Versions and times under Installation."""
+    said = section((repo / "README.md").read_text(), "Installation")
+    project = (repo / "pyproject.toml").read_text()
+    python, torch_version = (
+        re.search(pattern, project) for pattern in (r'requires-python = ">=([\d.]+)"', r'"torch>=([\d.]+)"')
+    )
+    assert python and torch_version
+    assert f"Python {python[1]} or later" in said and f"build of torch, {torch_version[1]} or later" in said
+    for name in ("cpu-avx512", "cpu-avx2"):
+        report = json.loads((repo / "experimental/evidence" / f"{name}.json").read_text())
+        assert f"{report['run']['seconds']:.0f} s ([{name}]" in said and report["environment"]["cores"] == 2
+        assert "g++ 12.2" in said and ") 12.2." in report["builds"]["candidate"]["toolchain"]["version"]
+    report = json.loads((repo / "experimental/evidence/h200-hopper.json").read_text())
+    environment, tools = report["environment"], report["builds"]["candidate"]["toolchain"]
+    nvcc, host = re.search(r"V([\d.]+)", tools["version"]), re.search(r"\) (\d+\.\d+)\.\d+\n", tools["host_version"])
+    assert nvcc and host
+    for words in (
+        f"Python {'.'.join(environment['python'].split('.')[:2])},",
+        f"torch {'.'.join(environment['packages']['torch'].split('.')[:2])},",
+        f"CUDA {environment['torch_cuda']} (nvcc {nvcc[1]}, g++ {host[1]})",
+        f"driver {environment['gpu_state']['driver_version']}",
+        f"{environment['cores']} cores",
+        f"{report['run']['seconds']:.0f} s",
+    ):
+        assert words in said, words
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_a_table_of_an_old_report_says_so(repo: Path, name: str) -> None:
+    """Above a table from a report of an earlier version of the evaluator, in its own paragraph."""
+    text = (repo / name).read_text()
+    for table in re.finditer(r"<!-- table: (?:grid|summary|checks) (\S+) -->", text):
+        version = json.loads((repo / table[1]).read_text())["version"]
+        before = text[: table.start()].rstrip().rsplit("\n\n", 1)[-1]
+        assert version == reports.VERSION or f"version {version}" in before, table[1]
+
+
+def test_owners_of_unmeasured_gpus_are_asked(repo: Path) -> None:
+    text = (repo / "README.md").read_text()
+    said = section(text, "Measure your GPU")
+    measured = {
+        target["name"] for target in json.loads((repo / "experimental/archive.json").read_text())["targets"]
+        if target["status"] == "measured"
+    }  # fmt: skip
+    for name in ("a100", "h20", "h200"):
+        assert f"GPU={name}" in said
+        assert (f"| `{name}` |" in text and "| [not yet](#measure-your-gpu) |" not in _row(text, name)) == (name in measured)
+    assert "pull request" in said and "issue" in said and "tools/verify_archive.py" in said
+
+
+def _row(text: str, target: str) -> str:
+    return next(line for line in text.splitlines() if line.startswith(f"| `{target}` |"))
 
 
 def test_commands_of_the_readme_exist(repo: Path) -> None:
