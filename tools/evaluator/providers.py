@@ -344,7 +344,8 @@ class FlashInfer(Provider):
 
 
 _PROVIDERS: dict[str, type[Provider]] = {
-    cls.name: cls for cls in (FlashAttention3, FlashAttention3Aligned, FlashAttention2, SdpaFlash, SdpaCudnn, SdpaCpu, FlashInfer)
+    cls.name: cls
+    for cls in (FlashAttention3, FlashAttention3Aligned, FlashAttention2, SdpaFlash, SdpaCudnn, SdpaCpu, FlashInfer)
 }
 NAMES = tuple(_PROVIDERS)
 
