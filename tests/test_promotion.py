@@ -7,6 +7,7 @@ heavy tails and bursts, a drift of the whole machine of 2 to 5 %, and an offset 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +20,7 @@ import pytest
 from tools.core.config import load_target
 from tools.core.errors import UserError
 from tools.core.files import read_bytes
-from tools.evaluator import objective, planted, promotion, sealed, trials
+from tools.evaluator import looks, objective, planted, promotion, sealed, trials
 from tools.evaluator.statistics import binomial_bound, in_parts, median, median_interval
 from tools.loader.build import build
 
@@ -127,7 +128,88 @@ def promoted(noise: Noise, gain: float, trials: int, seed: int) -> tuple[float, 
     return better / trials, sessions / trials
 
 
+SHARES = (0.25, 0.24, 0.10, 0.17, 0.13, 0.11)  # of T, as in experimental/evidence/trials-cpu.json
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Sessions as readings, without their passes. spread: standard deviation of one process's T; common: the part of its
+    variance that all cells share. within: what passes add to it. tails: degrees of freedom of all offsets, 0 for normal ones.
+    busy: (first, last, factor) of sessions in which processes differ by more. wave: of a slow wave in the candidate's time,
+    from session to session."""
+
+    spread: float
+    within: float = 0.005
+    common: float = 0.3
+    tails: int = 0
+    busy: tuple[int, int, float] = (0, 0, 1.0)
+    wave: float = 0.0
+
+    def readings(self, rng: np.random.Generator, gain: float, number: int) -> dict[str, promotion.Reading]:
+        """What the session of this number reads on each clock where the candidate takes 1 - gain of the incumbent's time."""
+
+        def drawn(deviation: float, *shape: int) -> Any:
+            return deviation * (heavy(rng, self.tails, shape) if self.tails else rng.normal(size=shape))
+
+        one = math.sqrt(sum(share**2 for share in SHARES))  # standard deviation of T where that of each cell is 1
+        spread = self.spread * (self.busy[2] if self.busy[0] <= number < self.busy[1] else 1.0)
+        logs = drawn(math.sqrt(self.common) * spread, 3, 1) + drawn(math.sqrt(1 - self.common) * spread / one, 3, len(SHARES))
+        logs[0] += math.log(1 - gain) + self.wave * math.sin(0.4 * number)
+        found = {}
+        for clock in promotion.CLOCKS:
+            seen = logs + rng.normal(size=logs.shape) * self.within / one
+            gains = 1 - np.exp(seen[0] - 0.5 * (seen[1] + seen[2]))
+            found[clock] = promotion.Reading(gains.tolist(), (seen[2] - seen[1]).tolist(), list(SHARES))
+        return found
+
+    def attempt(self, rng: np.random.Generator, gain: float) -> tuple[bool, int]:
+        """Whether it is promoted, and after how many sessions that is known."""
+        readings: dict[str, list[promotion.Reading]] = {clock: [] for clock in promotion.CLOCKS}
+        for number in range(looks.MOST_SESSIONS):
+            for clock, reading in self.readings(rng, gain, number).items():
+                readings[clock].append(reading)
+            verdict = promotion.weigh(readings, looks.rule(looks.RULE))[1]
+            if verdict != "unclear":
+                return verdict == "better", number + 1
+        raise AssertionError("unclear after the last session")
+
+    def rate(self, gain: float, trials: int, seed: int) -> tuple[float, float]:
+        """(share promoted, sessions a trial)."""
+        rng = np.random.default_rng(seed)
+        found = [self.attempt(rng, gain) for _ in range(trials)]
+        return sum(better for better, _ in found) / trials, sum(count for _, count in found) / trials
+
+
+MACHINES = {
+    "0.5 %": Machine(0.005, within=0.002),
+    "2 %": Machine(0.02),
+    "3 %": Machine(0.03),
+    "4 %": Machine(0.04),
+    "4.5 %": Machine(0.045),
+    "5 %": Machine(0.05),
+    "common offsets": Machine(0.04, common=1.0, within=0.002),
+    "heavy tails": Machine(0.04, tails=3),
+    "many passes differ": Machine(0.03, within=0.02),
+    "busy for a while": Machine(0.03, busy=(3, 9, 2.0)),
+    "drifting": Machine(0.035, wave=0.01),
+}
+
+
 # ---------------------------------------------------------------- rates
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_equal_candidates_are_almost_never_promoted_however_much_processes_differ(name: str) -> None:
+    share, sessions = MACHINES[name].rate(0.0, 1000, seed=11)
+    print(f"A/A, {name}: {100 * share:.2f} % of 1000 promoted, {sessions:.2f} sessions a trial")
+    assert share <= 0.05 and sessions <= 0.6 * looks.MOST_SESSIONS
+
+
+@pytest.mark.parametrize("name", [name for name in MACHINES if name != "5 %"])
+def test_a_true_gain_is_promoted_however_much_processes_differ(name: str) -> None:
+    share, sessions = MACHINES[name].rate(0.03, 400, seed=12)
+    print(f"A/B of 3 %, {name}: {100 * share:.1f} % of 400 promoted, {sessions:.2f} sessions a trial")
+    assert share >= 0.8 and sessions <= 0.7 * looks.MOST_SESSIONS
 
 
 @pytest.mark.parametrize("name", NOISES)

@@ -195,7 +195,7 @@ def _check_objective(found: Report, target: Target, sessions: list[list[dict[str
     if said is None:
         return
     weights = {cell["name"]: cell["weight"] for cell in summary["cells"]}
-    comparison = promotion.compare(sessions, weights) if said["comparison"] is not None else None
+    comparison = promotion.again(sessions, weights, said["comparison"]) if said["comparison"] is not None else None
     limit = float(target.config["limits"]["max_slowdown"])
     sealed = _SEALED[said.get("sealed", "not run")]  # what happened there is the evaluator's word: nothing of it is kept
     again = promotion.record(sessions, comparison, root or None, limit, said["blockers"], sealed)

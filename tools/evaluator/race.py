@@ -13,7 +13,7 @@ from tools.evaluator.cases import Context
 from tools.evaluator.passes import Mismatch, Racer, Refused
 from tools.evaluator.runner import Stop
 from tools.evaluator.sealed import sealed_cases
-from tools.evaluator.timing import EFFORTS, MODES, Timer, machine_section
+from tools.evaluator.timing import MODES, Timer, machine_section, of_session
 
 RACING = ("candidate", "root", "incumbent", "twin")
 
@@ -35,7 +35,7 @@ class Race(Bench):
     def _context(self, seed: int) -> Context:
         raise NotImplementedError
 
-    def _timer(self, seed: int, progress: Callable[[str], None]) -> Timer:
+    def _timer(self, seed: int, progress: Callable[[str], None], session: int = 0) -> Timer:
         return Timer(
             self.arena,
             machine_section(self.target, self.record["environment"]["gpu"]),
@@ -43,7 +43,7 @@ class Race(Bench):
             self.heads,
             self.target.config["contract"]["tile"],
             seed,
-            EFFORTS[self.device, self.options.cases],
+            of_session(self.device, self.options.cases, session),
             self.runners["witness"],
             progress,
             self.guards,
@@ -107,10 +107,12 @@ class Race(Bench):
         comparison, sealed = None, None
         if "incumbent" in self.builds and not (root is not None and objective.too_slow(first, root, limit)):
             w = {cell["name"]: cell["weight"] for cell in self.record["objective"]["cells"]}
+            doubt = root is not None and objective.admissible(first, root, limit)  # then its cells are held against the root again
+            roles = [role for role in RACING if role in self.builds and (doubt or role != "root")]
             comparison = promotion.compare(sessions, w, noise=self.guards.on("noise"))
             while comparison["verdict"] == "unclear":
                 with self._stage("measured again"):
-                    sessions.append(self._remeasure())
+                    sessions.append(self._remeasure(roles, len(sessions)))
                 comparison = promotion.compare(sessions, w)
             self.record["timing"]["again"] = sessions[1:]
             slow = root is not None and objective.admissible(first, root, limit, sessions[1:])
@@ -149,15 +151,19 @@ class Race(Bench):
                 fresh.kill()
             self.runners["candidate"] = kept
 
-    def _remeasure(self) -> list[dict[str, Any]]:
-        """The cold cells of all kernels once more, in fresh processes that start in the other order."""
-        roles = [role for role in reversed(RACING) if role in self.builds]
+    def _remeasure(self, roles: list[str], number: int) -> list[dict[str, Any]]:
+        """The cold cells of these kernels once more, in fresh processes that start in another order each time.
+
+        number: of the session, counted from 0. Workers of other kernels stay as they are, stopped.
+        """
+        if number % 2:
+            roles = roles[::-1]
         for role in roles:
             self.runners[role].strike()
         for role in roles:
             self.runners[role].kill()
             self.waited_s += self.runners[role].waited_s
         self._respawn(roles)
-        timer = self._timer(self.seed, self._progress)
+        timer = self._timer(self.seed, self._progress, number)
         with _refusals():
             return [timer.cell(cell, [Racer(role, self.runners[role]) for role in roles], ("cold",)) for cell in self.cells]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 
 
 def median(values: list[float]) -> float:
@@ -44,6 +45,28 @@ def binomial_bound(successes: int, trials: int, confidence: float = 0.975) -> fl
         at_most = sum(math.comb(trials, k) * rate**k * (1 - rate) ** (trials - k) for k in range(successes + 1))
         low, high = (rate, high) if at_most > 1 - confidence else (low, rate)
     return high
+
+
+@cache
+def student_quantile(probability: float, freedom: int) -> float:
+    """Student's quantile for an odd number of degrees of freedom and a probability from 1/2 on.
+
+    With tan a = t / sqrt(f) the distribution is 1/2 + (a + sin a (cos a + 2/3 cos^3 a + (2 4)/(3 5) cos^5 a + ...)) / pi,
+    the last power being f - 2 (Abramowitz and Stegun, 26.7.3).
+    """
+    if freedom % 2 == 0:
+        raise ValueError(f"{freedom} degrees of freedom are not an odd number")
+    low, high = 0.0, 0.5 * math.pi
+    for _ in range(60):
+        angle = 0.5 * (low + high)
+        cosine = math.cos(angle)
+        term, terms = cosine, 0.0
+        for power in range(1, freedom - 1, 2):
+            terms += term
+            term *= (power + 1) / (power + 2) * cosine * cosine
+        below = 0.5 + (angle + math.sin(angle) * terms) / math.pi
+        low, high = (angle, high) if below < probability else (low, angle)
+    return math.sqrt(freedom) * math.tan(low)
 
 
 def in_parts(values: list[float], count: int) -> list[list[float]]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tools.core.config import Target, load_target, target_names
@@ -71,6 +71,17 @@ EFFORTS = {
     ("cpu", "full"): Effort(15, 40, 150.0, 10.0, 2, 5.0, 0.0, 0),
     ("cpu", "quick"): Effort(15, 25, 60.0, 5.0, 2, 5.0, 0.0, 0),
 }
+
+SHORT = {"cpu": {"passes": 11, "most": 11}, "cuda": {}}  # of a session after the first, where it differs
+
+
+def of_session(device: str, cases: str, number: int) -> Effort:
+    """Effort of a run's session, counted from 0. The first is the one whose T is reported.
+
+    On a CPU it takes many, and what starts a cell costs as much as eleven passes: with fewer of them a session's gain would
+    move by more than is saved. On a GPU two sessions suffice.
+    """
+    return replace(EFFORTS[device, cases], **(SHORT[device] if number else {}))
 
 
 def floor_us(cell: Cell, heads: tuple[int, int], target: dict[str, Any], mode: str) -> float:

@@ -29,7 +29,7 @@ from tools.evaluator.passes import Mismatch, Racer, Refused
 from tools.evaluator.planted import slowed
 from tools.evaluator.runner import START_TIMEOUT_S, Runner, WorkerFailure
 from tools.evaluator.statistics import binomial_bound, median
-from tools.evaluator.timing import EFFORTS, Timer, machine_section
+from tools.evaluator.timing import Timer, machine_section, of_session
 from tools.loader.build import build
 from tools.loader.device import check_machine, resolve_device
 
@@ -56,7 +56,7 @@ class Track:
         check_machine(target, resolve_device(target, None))
         self.environment = environment.record(self.device)
         self._machine = machine_section(target, self.environment["gpu"])
-        workloads, self._effort = config["workloads"], EFFORTS[self.device, "quick"]
+        workloads = config["workloads"]
         self.heads = (int(workloads["heads_q"]), int(workloads["heads_kv"]))
         if self.device == "cpu":
             environment.keep_still()
@@ -95,7 +95,8 @@ class Track:
         try:
             timer = Timer(
                 self._arena, self._machine, self.target.config["limits"], self.heads,
-                self.target.config["contract"]["tile"], secrets.randbits(62), self._effort, self._witness, guards=NO_CLOCK,
+                self.target.config["contract"]["tile"], secrets.randbits(62), of_session(self.device, "quick", number),
+                self._witness, guards=NO_CLOCK,
             )  # fmt: skip
             racers = [Racer(runner.name, runner) for runner in runners]
             return [timer.cell(cell, racers, ("cold",)) for cell in self.cells]

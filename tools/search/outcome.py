@@ -118,7 +118,8 @@ def _verdict(
     said = found["promotion"]
     comparison = None
     if said["comparison"] is not None:
-        comparison = promotion.compare(sessions, {cell["name"]: cell["weight"] for cell in summary["cells"]})
+        w = {cell["name"]: cell["weight"] for cell in summary["cells"]}
+        comparison = promotion.again(sessions, w, said["comparison"])
     again = promotion.record(
         sessions, comparison, root, max_slowdown, said["blockers"], _SEALED.get(said.get("sealed", "not run"))
     )
