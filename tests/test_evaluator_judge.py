@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -297,22 +298,32 @@ def test_a_cell_in_doubt_is_measured_again_with_the_promotion(monkeypatch: pytes
     monkeypatch.setattr(
         race.promotion, "compare", lambda found, w, noise=True: {"verdict": verdicts[len(found)], "why": "said so"}
     )
+    raced: list[tuple[list[str], int]] = []  # kernels of later sessions, and the sessions' numbers
+
+    def remeasured(passes: list[float], roles: list[str], number: int) -> list[dict[str, Any]]:
+        raced.append((roles, number))
+        return session(passes)
+
     for first, second, again, promoted in (
         (noisy, quick, 1, True),
         (noisy, [113.0] * 9, 1, False),
         (slow, quick, 0, False),
+        (quick, [113.0] * 9, 1, True),  # not in doubt: no root is measured again
     ):
         made = object.__new__(judge.Judge)
-        made.builds, made.guards, made.limits = {"incumbent": None}, Guards(), {"max_slowdown": 1.1}  # type: ignore[dict-item]
+        made.builds = dict.fromkeys(("candidate", "root", "incumbent", "twin"))  # type: ignore[arg-type]
+        made.guards, made.limits = Guards(), {"max_slowdown": 1.1}
         made.record = {"objective": {"cells": [{"name": "p", "weight": 1.0}]}, "timing": {"again": []}}
         made._show = quiet
         replaced = {"_blockers": lambda root: [], "_stage": lambda name: nullcontext(), "_sealed": lambda: True}
-        for name, function in {**replaced, "_remeasure": lambda second=second: session(second)}.items():
+        for name, function in {**replaced, "_remeasure": partial(remeasured, second)}.items():
             monkeypatch.setattr(made, name, function)
         made._promotion(session(first), {"p": 100.0})
         assert len(made.record["timing"]["again"]) == again
         assert made.record["promotion"]["promoted"] is promoted, made.record["promotion"]["reason"]
         assert made.record["promotion"]["sealed"] == ("passed" if promoted else "not run")
+    rivals = ["candidate", "incumbent", "twin"]
+    assert raced == [(["candidate", "root", "incumbent", "twin"], 1)] * 2 + [(rivals, 1)]
 
 
 def test_what_may_promote_nothing() -> None:

@@ -32,7 +32,7 @@ from tools.evaluator.protocol import Channel, ChannelClosed, ChannelGarbage, Cha
 from tools.evaluator.quiet import Quiet
 from tools.evaluator.runner import Call, Runner, WorkerFailure
 from tools.evaluator.statistics import geometric_mean, median, median_interval
-from tools.evaluator.timing import EFFORTS, MOST_CALLS, Timer, floor_us, kept_accuracy, kept_us, lengths_of
+from tools.evaluator.timing import EFFORTS, MOST_CALLS, Timer, floor_us, kept_accuracy, kept_us, lengths_of, of_session
 
 # ---------------------------------------------------------------- statistics
 
@@ -294,6 +294,16 @@ def test_a_pass_is_not_lengthened_by_a_request_of_two_milliseconds() -> None:
             assert (1 - CLOCK_MOST) * (effort.burst_us + 2000) <= effort.burst_us
     shortest_us = 2.1  # a decode call of 128 keys, hot, on an H200
     assert (1 - CLOCK_MOST) * (MOST_CALLS * shortest_us + 2000) <= MOST_CALLS * shortest_us
+
+
+def test_later_sessions_have_the_passes_that_a_report_must_have(repo: Path) -> None:
+    """On a GPU they are as the first."""
+    schema = json.loads((repo / "experimental/schemas/report.schema.json").read_bytes())
+    least = schema["$defs"]["measured"]["properties"]["samples_us"]["minItems"]
+    for device, cases in EFFORTS:
+        first, later = (of_session(device, cases, number) for number in (0, 5))
+        assert first == EFFORTS[device, cases] and later.passes == first.passes >= least
+        assert later == first if device == "cuda" else later.most == first.passes
 
 
 # ---------------------------------------------------------------- the report

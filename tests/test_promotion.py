@@ -21,7 +21,7 @@ from tools.core.config import load_target
 from tools.core.errors import UserError
 from tools.core.files import read_bytes
 from tools.evaluator import looks, objective, planted, promotion, sealed, trials
-from tools.evaluator.statistics import binomial_bound, in_parts, median, median_interval
+from tools.evaluator.statistics import binomial_bound, in_parts, median, median_interval, student_quantile
 from tools.loader.build import build
 
 RACERS = ("candidate", "incumbent", "twin")
@@ -116,15 +116,17 @@ def weights(cells: tuple[float, ...] | int) -> dict[str, float]:
 
 
 def promoted(noise: Noise, gain: float, trials: int, seed: int) -> tuple[float, float]:
-    """(share promoted, sessions a trial); each trial takes as many sessions as the comparison asks for."""
+    """(share promoted, sessions a trial); each trial takes as many sessions as are asked for, and each is read once."""
     rng, w, better, sessions = np.random.default_rng(seed), weights(noise.cells), 0, 0
     for _ in range(trials):
-        timed: list[promotion.Session] = []
+        readings: dict[str, list[promotion.Reading]] = {clock: [] for clock in promotion.CLOCKS}
         verdict = "unclear"
         while verdict == "unclear":
-            timed.append(session(rng, noise, gain))
-            verdict = promotion.compare(timed, w)["verdict"]
-        better, sessions = better + (verdict == "better"), sessions + len(timed)
+            timed = session(rng, noise, gain)
+            for clock, found in readings.items():
+                found.append(promotion.read(timed, w, clock))
+            verdict = promotion.weigh(readings, looks.rule(looks.RULE))[1]
+        better, sessions = better + (verdict == "better"), sessions + len(readings["judge"])
     return better / trials, sessions / trials
 
 
@@ -200,15 +202,15 @@ MACHINES = {
 
 @pytest.mark.parametrize("name", MACHINES)
 def test_equal_candidates_are_almost_never_promoted_however_much_processes_differ(name: str) -> None:
-    share, sessions = MACHINES[name].rate(0.0, 1000, seed=11)
-    print(f"A/A, {name}: {100 * share:.2f} % of 1000 promoted, {sessions:.2f} sessions a trial")
+    share, sessions = MACHINES[name].rate(0.0, 400, seed=11)
+    print(f"A/A, {name}: {100 * share:.2f} % of 400 promoted, {sessions:.2f} sessions a trial")
     assert share <= 0.05 and sessions <= 0.6 * looks.MOST_SESSIONS
 
 
 @pytest.mark.parametrize("name", [name for name in MACHINES if name != "5 %"])
 def test_a_true_gain_is_promoted_however_much_processes_differ(name: str) -> None:
-    share, sessions = MACHINES[name].rate(0.03, 400, seed=12)
-    print(f"A/B of 3 %, {name}: {100 * share:.1f} % of 400 promoted, {sessions:.2f} sessions a trial")
+    share, sessions = MACHINES[name].rate(0.03, 300, seed=12)
+    print(f"A/B of 3 %, {name}: {100 * share:.1f} % of 300 promoted, {sessions:.2f} sessions a trial")
     assert share >= 0.8 and sessions <= 0.7 * looks.MOST_SESSIONS
 
 
@@ -216,14 +218,14 @@ def test_a_true_gain_is_promoted_however_much_processes_differ(name: str) -> Non
 def test_equal_candidates_are_almost_never_promoted(name: str) -> None:
     share, sessions = promoted(NOISES[name], 0.0, 300, seed=1)
     print(f"A/A, {name}: {100 * share:.2f} % of 300 promoted, {sessions:.2f} sessions a trial")
-    assert share <= 0.045 and sessions < 2.2
+    assert share <= 0.045 and sessions < (9 if name == "busy" else 3.5)
 
 
 @pytest.mark.parametrize("name", [name for name in NOISES if name != "busy"])
 def test_a_true_gain_of_three_percent_is_promoted(name: str) -> None:
     share, sessions = promoted(NOISES[name], 0.03, 200, seed=2)
     print(f"A/B of 3 %, {name}: {100 * share:.1f} % of 200 promoted, {sessions:.2f} sessions a trial")
-    assert share >= 0.8 and sessions <= 3.5
+    assert share >= 0.8 and sessions <= 5
 
 
 def test_a_true_loss_is_never_promoted() -> None:
@@ -264,16 +266,100 @@ def test_skewed_noise_does_not_favour_the_candidate() -> None:
 # ---------------------------------------------------------------- the rule
 
 
-def verdict(*sessions: promotion.Session) -> str:
-    return str(promotion.compare(list(sessions), weights(len(sessions[0])))["verdict"])
+def verdict(*sessions: promotion.Session, number: int = looks.RULE) -> str:
+    return str(promotion.compare(list(sessions), weights(len(sessions[0])), number=number)["verdict"])
 
 
-def test_two_sessions_are_needed_and_both_must_show_the_gain() -> None:
+def clocks(gain: float, spread: float, sessions: int) -> looks.Clocks:
+    """What both clocks say alike."""
+    reach = looks.rule(2).quantile(sessions) * looks.error_of_mean(spread, sessions)
+    found = {"gain": gain, "interval": [gain - reach, gain + reach], "gains": [gain] * sessions, "process_spread": spread}
+    return dict.fromkeys(promotion.CLOCKS, found)
+
+
+def test_two_sessions_are_needed_and_one_without_a_gain_is_no_end() -> None:
     assert verdict(steady(0.03)) == "unclear"
     assert verdict(steady(0.03), steady(0.03)) == "better"
-    assert verdict(steady(0.03), steady(0.0)) == "not better"
+    assert verdict(steady(0.06), steady(-0.01)) == "unclear"
+    assert verdict(*[steady(0.06), steady(-0.01)] * 8) == "better"
     assert verdict(steady(-0.01)) == "not better"
     assert verdict(steady(0.002), steady(0.002)) == "not better"  # less than is resolved
+
+
+def test_promoted_is_at_looks_only() -> None:
+    """A gain that is clear between two looks waits for the next: what is not looked at has no part in the error."""
+    for sessions in range(1, looks.MOST_SESSIONS + 1):
+        wanted = "better" if sessions in looks.LOOKS else "unclear"
+        assert looks.rule(2).verdict(clocks(0.03, 0.002, sessions), sessions)[0] == wanted, sessions
+    assert looks.LOOKS[2] == 0.015 and sorted(looks.LOOKS) == list(looks.LOOKS)
+    with pytest.raises(UserError, match="33 sessions"):
+        looks.rule(2).quantile(33)
+
+
+def test_given_up_is_what_cannot_be_a_gain_of_three_percent_or_would_take_long() -> None:
+    def said(gain: float, spread: float, sessions: int) -> str:
+        return looks.rule(2).verdict(clocks(gain, spread, sessions), sessions)[0]
+
+    assert said(0.0, 0.03, 2) == said(0.0, 0.03, 6) == "unclear"  # 3 % is within noise still
+    assert said(0.0, 0.03, 12) == said(-0.02, 0.03, 6) == "not better"
+    assert said(0.0, 0.004, 1) == "not better"  # where there is little noise, at once
+    assert said(0.012, 0.01, 5) == "unclear" and said(0.004, 0.01, 5) == "not better"  # small gains: as long as they may show
+    assert said(0.02, 0.05, looks.MOST_SESSIONS) == "not better"
+
+
+def test_the_gain_of_equal_kernels_is_nothing_in_the_mean() -> None:
+    """1 - r of equal kernels lies below 0 by half the variance of ln r, and its mean over sessions stays there."""
+    machine, rng = Machine(0.05, common=0.0), np.random.default_rng(13)
+    readings: dict[str, list[promotion.Reading]] = {clock: [] for clock in promotion.CLOCKS}
+    for number in range(4000):
+        for clock, reading in machine.readings(rng, 0.0, number).items():
+            readings[clock].append(reading)
+    by = {number: replace(looks.rule(number), quantile=lambda sessions: 2.0, verdict=lambda *_: ("", "")) for number in (1, 2)}
+    first, second = (promotion.weigh(readings, by[number])[0]["judge"]["gain"] for number in (1, 2))
+    assert first < -0.006 and abs(second) < 0.003
+
+
+def test_a_record_is_compared_again_by_its_own_rule() -> None:
+    """Records from before the rules had numbers are of the first."""
+    w, sessions = weights(4), [steady(0.03), steady(0.0)]
+    assert promotion.again(sessions, w, {})["verdict"] == "not better"
+    assert promotion.again(sessions, w, {"rule": 2}) == promotion.compare(sessions, w) != promotion.again(sessions, w, {})
+    assert promotion.compare(sessions, w)["rule"] == looks.RULE == 2
+    with pytest.raises(UserError, match="by rule 3 are of another version"):
+        promotion.again(sessions, w, {"rule": 3})
+    with pytest.raises(UserError, match="5 sessions: a promotion by rule 1 takes 4 at most"):
+        promotion.again([steady(0.03)] * 5, w, {})
+
+
+def test_the_first_rule_is_as_it_was() -> None:
+    """By which the published searches were promoted."""
+
+    def first(*sessions: promotion.Session) -> str:
+        return verdict(*sessions, number=1)
+
+    assert first(steady(0.03)) == "unclear" and first(steady(0.03), steady(0.03)) == "better"
+    assert first(steady(0.03), steady(0.0)) == first(steady(-0.01)) == "not better"
+    assert first(steady(0.002), steady(0.002)) == "not better"  # less than is resolved
+    sessions = [steady(gain) for gain in (0.001, 0.09, 0.002, 0.08)]
+    assert first(*sessions[:2]) == first(*sessions[:3]) == "unclear" and first(*sessions) == "not better"
+    odd = steady(0.03)
+    for c in odd:
+        c["modes"]["cold"]["kernels"]["candidate"]["median_us"] = 101.0
+    assert first(odd, steady(0.09)) == "not better" == first(odd)
+    reaches = [promotion.compare([steady(0.03, twin=1.1)] * n, weights(4), number=1)["clocks"]["judge"] for n in (1, 2, 3, 4)]
+    for n, (reach, quantile) in enumerate(zip(reaches, (21.205, 3.896, 3.003, 2.715), strict=True), 1):
+        half = 0.5 * (reach["interval"][1] - reach["interval"][0])
+        assert half == pytest.approx(quantile * reach["process_spread"] * math.sqrt(1.5 / n))
+
+
+def test_quantiles_of_student() -> None:
+    """Of printed tables; the even ones are not needed."""
+    for probability, freedom, wanted in (
+        (0.985, 1, 21.205), (0.985, 3, 3.896), (0.985, 7, 2.715), (0.975, 5, 2.5706), (0.99, 63, 2.3870), (0.5, 9, 0.0),
+    ):  # fmt: skip
+        assert student_quantile(probability, freedom) == pytest.approx(wanted, abs=5e-4)
+    with pytest.raises(ValueError, match="4 degrees"):
+        student_quantile(0.9, 4)
 
 
 def test_both_clocks_must_show_the_gain() -> None:
@@ -301,8 +387,8 @@ def test_spreads_of_cells_that_cancel_in_t_are_not_lost() -> None:
 
 
 def test_after_the_last_session_noise_is_no_gain() -> None:
-    sessions = [steady(gain) for gain in (0.001, 0.09, 0.002, 0.08)]
-    assert verdict(*sessions[:2]) == verdict(*sessions[:3]) == "unclear"
+    sessions = [steady(gain) for gain in (0.15, -0.12) * (looks.MOST_SESSIONS // 2)]
+    assert verdict(*sessions[:-1]) == "unclear"
     assert verdict(*sessions) == "not better"
 
 
@@ -319,6 +405,7 @@ def test_promotion_needs_a_lower_t_as_the_report_states_it() -> None:
     for c in odd:
         c["modes"]["cold"]["kernels"]["candidate"]["median_us"] = 101.0
     assert verdict(odd, odd) == "not better"
+    assert verdict(odd, steady(0.04)) == "better"  # in the sum of the sessions
 
 
 def test_passes_of_different_lengths_are_not_compared() -> None:

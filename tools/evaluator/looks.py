@@ -4,8 +4,9 @@ Rule 2. Sessions come one after another, and after those of LOOKS the gain is lo
 clocks the mean gain is at least LEAST_GAIN and the lower end of its interval (Student's, one-sided, at the level of that
 look) lies above 0. The first look, after two sessions, is where a machine with little noise is done. The later ones are for
 machines where processes differ by as much as the gain: their levels grow with the sessions, as those of a group-sequential
-test do (Lan and DeMets, Biometrika 70, 1983: error spent early is error that a late look lacks). Looks share their sessions, and together they promote at most about 4.5 % of equal candidates
-(tests/test_promotion.py measures it): the rate of one attempt, not of a search that tries a hundred.
+test do (Lan and DeMets, Biometrika 70, 1983), since error that is spent early is error that a late look lacks. Looks share
+their sessions, and together they promote at most about 4.5 % of equal candidates (tests/test_promotion.py measures it): the
+rate of one attempt, not of a search that tries a hundred.
 
 A session without a gain is no reason to stop where a session's gain moves by more than the gain is. Given up is a candidate
 of which, on either clock, a gain of SOUGHT_GAIN lies beyond noise (SURE, one-sided) and whose mean gain is below what as

@@ -25,7 +25,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from tools.evaluator.looks import OF_GAIN, RULE, Rule, error_of_mean, freedom, rule
+from tools.evaluator.looks import OF_GAIN, RULE, Rule, freedom, rule
 from tools.evaluator.objective import admissible, doubtful, pass_times, total
 from tools.evaluator.statistics import median, paired
 
@@ -94,7 +94,7 @@ def _on_clock(readings: list[Reading], by: Rule) -> dict[str, Any]:
     spread = math.sqrt(max(_process_variance(gains, aa), by_cells, _moved(gains) / max(1, count - 1)))
     kept = [math.exp(sum(math.log(1 - r.gains[i]) for r in readings) / count) for i in range(len(share))]
     gain = sum(gains) / count if by.first else sum(part * (1 - ratio) for part, ratio in zip(share, kept, strict=True))
-    reach = by.quantile(count) * error_of_mean(spread, count)
+    reach = by.quantile(count) * spread * math.sqrt(OF_GAIN / count)  # to the bit as rule 1 had it
     return {
         "gain": gain,
         "interval": [gain - reach, gain + reach],

@@ -72,16 +72,16 @@ EFFORTS = {
     ("cpu", "quick"): Effort(15, 25, 60.0, 5.0, 2, 5.0, 0.0, 0),
 }
 
-SHORT = {"cpu": {"passes": 11, "most": 11}, "cuda": {}}  # of a session after the first, where it differs
-
 
 def of_session(device: str, cases: str, number: int) -> Effort:
-    """Effort of a run's session, counted from 0. The first is the one whose T is reported.
+    """Effort of a run's session, counted from 0. The first is the one whose T is reported; later ones have no more passes
+    than a report must have.
 
-    On a CPU it takes many, and what starts a cell costs as much as eleven passes: with fewer of them a session's gain would
-    move by more than is saved. On a GPU two sessions suffice.
+    Fewer would not pay on two shared cores: what starts a cell costs as much as eleven passes, and with seven in place of
+    fifteen the gain of a session moved by half as much again.
     """
-    return replace(EFFORTS[device, cases], **(SHORT[device] if number else {}))
+    effort = EFFORTS[device, cases]
+    return replace(effort, most=effort.passes) if number and device == "cpu" else effort
 
 
 def floor_us(cell: Cell, heads: tuple[int, int], target: dict[str, Any], mode: str) -> float:
