@@ -183,6 +183,8 @@ def test_promotions_of_a_report_are_computed_again(root: Path) -> None:
     for change, words in (
         (lambda report: report["promotion"].update(promoted=False), "promotion.promoted is False"),
         (lambda report: report["promotion"]["comparison"]["clocks"]["judge"].update(gain=0.5), "clocks.judge.gain is 0.5"),
+        (lambda report: report["promotion"]["comparison"].update(rule=3), "by rule 3 are of another version"),
+        (lambda report: report["promotion"]["comparison"].update(rule=2), "promotion.comparison.clocks"),
         (lambda report: report["timing"]["again"][0].pop(), "of the workloads is missing"),
         (lambda report: report["objective"]["others"].update(root=9.0), "objective.others.root is 9.0"),
     ):

@@ -238,11 +238,13 @@ def test_a_promotion_needs_all_that_the_evaluator_grants(make: Make, monkeypatch
     child, _ = agent.act()
     honest = ir_tools.audit_fields
     for wrong in (
-        {"T": 2.0},
+        {"T": 2.0, "gain": None},
+        {"T": None},
         {"complete": False},
         {"admissible": None},
         {"incumbent": None},
         {"gain": 1.5},
+        {"gain": -0.01},
         {"T_incumbent": None},
     ):
         monkeypatch.setattr(ir_tools, "audit_fields", lambda *given, wrong=wrong: {**honest(*given), **wrong})
@@ -254,6 +256,9 @@ def test_a_promotion_needs_all_that_the_evaluator_grants(make: Make, monkeypatch
     monkeypatch.setattr(ir_tools, "audit_fields", lambda *given: {**honest(*given), "verified": False})
     with refused("links", run):
         agent.audit(child)
+    monkeypatch.setattr(ir_tools, "audit_fields", lambda *given: {**honest(*given), "T": 2.0})
+    agent.audit(child, gain=0.1)  # T is of the first session, the gain of all
+    assert run.state.incumbent == child
 
 
 def test_a_promotion_against_another_incumbent_is_evidence_only(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ NAMES: dict[str, str] = {
     "files": "evaluator, configs and sources are the same on disk before and after",
     "hidden": "secret shapes from the contract's whole domain",
     "seed": "the seed is drawn after the candidate is loaded",
-    "noise": "a promotion needs a gain beyond noise in two sessions of fresh processes",
+    "noise": "a promotion needs a gain beyond noise in two sessions or more of fresh processes",
     "sealed": "sealed cases decide about promotion",
 }
 

@@ -269,7 +269,8 @@ def _check_promotion(audit: Facts) -> None:
         reason = f"without {', '.join(missing)}" if missing else "of the root"
         raise RuleError(audit["id"], "promotion-not-granted", f"a promotion {reason}: audit with the incumbent as the rival")
     own, rival = audit["T"], audit["T_incumbent"]
-    if own is None or rival is None or not own < rival:
+    # T is of the first session alone; the gain, where there is one, of all of them.
+    if own is None or rival is None or (audit["gain"] is None and not own < rival):
         raise RuleError(audit["id"], "promotion-not-granted", f"T {own} is not below the incumbent's {rival} of the same run")
     if audit["gain"] is not None and not 0 < audit["gain"] < 1:
         raise RuleError(audit["id"], "promotion-not-granted", f"gain {audit['gain']} is none")
