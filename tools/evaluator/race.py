@@ -107,9 +107,8 @@ class Race(Bench):
         comparison, sealed = None, None
         if "incumbent" in self.builds and not (root is not None and objective.too_slow(first, root, limit)):
             w = {cell["name"]: cell["weight"] for cell in self.record["objective"]["cells"]}
-            doubt = root is not None and objective.admissible(
-                first, root, limit
-            )  # then its cells are held against the root again
+            # Where a cell is in doubt, later sessions hold it against the root again.
+            doubt = root is not None and objective.admissible(first, root, limit)
             roles = [role for role in RACING if role in self.builds and (doubt or role != "root")]
             comparison = promotion.compare(sessions, w, noise=self.guards.on("noise"))
             while comparison["verdict"] == "unclear":
