@@ -31,8 +31,9 @@ from archive_tools import (
 
 from tools import plot
 from tools.archive.figures import FIGURES
+from tools.archive.targets import variant
 from tools.archive.verify import update
-from tools.core.config import load_target
+from tools.core.config import EXPERIMENTAL, load_target
 from tools.core.files import sha256_json
 from tools.figures.sources import read
 
@@ -232,3 +233,12 @@ RECORDS = [
 @pytest.mark.parametrize(("name", "change", "words"), [row[1:] for row in RECORDS], ids=[row[0] for row in RECORDS])
 def test_a_forged_record_is_caught(verifier: Quick, archive: Path, name: str, change: Callable[[Any], Any], words: str) -> None:
     verifier.catches(archive, listed(name, change), f"{EVIDENCE}/{name}", words)
+
+
+def test_a_report_is_held_against_the_config_whose_workloads_it_states() -> None:
+    """beyond.yaml has other cells than the target's config, under the same name."""
+    own, beyond = load_target("h200"), load_target(config=EXPERIMENTAL / "h200" / "beyond.yaml")
+    assert own.sections["workloads"] != beyond.sections["workloads"]
+    assert variant(own, beyond.sections["workloads"]).path == beyond.path
+    for workloads in (own.sections["workloads"], "0" * 64, None):
+        assert variant(own, workloads) is own

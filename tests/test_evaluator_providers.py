@@ -88,6 +88,28 @@ def test_flash_attention_3(monkeypatch: pytest.MonkeyPatch) -> None:
     assert close(out[20:].transpose(0, 1)[None], attention(*(t[20:].transpose(0, 1)[None] for t in (q, k, v))))
 
 
+def test_the_aligned_peer_never_sees_a_single_query(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In decode a second query, in extend no splits: single queries and splits go to kernels with other bits."""
+    library, rows_seen, splits = fake_flash_attention(), [], []
+    call = library.flash_attn_func
+
+    def watched(q: Any, k: Any, v: Any, causal: bool = False, num_splits: int = 1, return_attn_probs: bool = False) -> Any:
+        rows_seen.append(q.shape[1])
+        splits.append(num_splits)
+        return call(q.contiguous(), k, v, causal=causal, num_splits=num_splits, return_attn_probs=return_attn_probs)
+
+    library.flash_attn_func = watched
+    provider = providers.make("fa3_aligned")
+    monkeypatch.setattr(providers.importlib, "import_module", lambda name: library)
+    assert provider.available()[0] and provider.layout == "bshd"
+    for entry, rows, seen in (("decode", 1, 2), ("extend", 7, 7), ("prefill", 40, 40)):
+        for route in provider.routes(entry):
+            tensors = inputs(rows, 40, "bshd")
+            out, lse = provider.prepare(entry, tensors, 0, route)()
+            assert close(out, attention(tensors["q"], tensors["k"], tensors["v"])), (entry, route)
+            assert lse.shape == (2, 6, rows) and rows_seen[-1] == seen and splits[-1] == 1
+
+
 def test_missing_library_gives_a_reason() -> None:
     available, reason, version = providers.make("fa3").available()
     assert not available and reason and "flash_attn_interface" in reason and version is None
@@ -209,6 +231,11 @@ class Stub:
 
 def test_baselines_of_a_run() -> None:
     config = {"baselines": {"full": ["a", "b"], "decode": ["c", "b"], "quick": ["b"]}, "contract": {"library": "b"}}
+    config["workloads"] = {
+        "prefill": {"batch": [1], "seqlen": [8]},
+        "extend": {"batch": [1], "context": [8], "new": 2},
+        "decode": {"batch": [1], "context": [8]},
+    }
     target: Any = types.SimpleNamespace(config=config)
     assert Baselines(target, "full", (), {}).wanted(True) == ["a", "b", "c"]
     assert Baselines(target, "quick", ("c",), {}).wanted(True) == ["b", "c"]
@@ -220,6 +247,7 @@ def test_baselines_of_a_run() -> None:
     assert [racer.name for racer in baselines.racers()] == ["b"]
     assert baselines.records["a"]["reason"] == "no GPU" and "SIGSEGV" in baselines.records["c"]["reason"]
     assert list(baselines.references()) == ["full:b", "decode:b"]
+    assert set(baselines.records["b"]["routes"]) == {"prefill", "extend", "decode"}
     strict = Baselines(target, "full", ("a",), {})
     strict.add("a", Stub(False))  # type: ignore[arg-type]
     with pytest.raises(Stop, match="required baseline a"):

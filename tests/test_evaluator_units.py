@@ -272,6 +272,21 @@ def test_cells_and_floor() -> None:
     assert len(cells(workloads, 1)) == 3
 
 
+def test_new_tokens_behind_a_context_are_cells() -> None:
+    workloads = {"heads_q": 4, "heads_kv": 2, "prefill": {"batch": [1], "seqlen": [64]},
+                 "extend": {"batch": [1, 3], "context": [100], "new": 16}, "decode": {"batch": [1], "context": [8]}}  # fmt: skip
+    found = {cell.name: cell for cell in cells(workloads)}
+    assert list(found) == ["prefill B1 S64", "extend B1 L100+16", "extend B3 L100+16", "decode B1 L8"]
+    extend = found["extend B3 L100+16"]
+    assert (extend.entry, extend.phase, extend.rows, extend.keys) == ("extend", "full", 16, 116)
+    assert extend.pairs() == 3 * sum(range(101, 117))  # row i sees the context and i + 1 new tokens
+    assert [found[name].pairs() for name in ("prefill B1 S64", "decode B1 L8")] == [sum(range(1, 65)), 8]
+    mode = {"cold": {"same_as": None, "best": {"ratio": 2.0}, "ratios": {"fa3": 2.0}}}
+    timed = [{"name": c.name, "phase": c.phase, "kind": c.kind, "modes": mode} for c in found.values()]
+    assert report.geomeans(timed)["cold"]["extend"]["fa3"] == {"ratio": 2.0, "cells": 2}
+    assert "extend" not in report.geomeans(timed[:1])["cold"]  # reports without such cells stay as they were
+
+
 @pytest.mark.parametrize("name", ["h200", "cpu"])
 def test_a_pass_is_long_enough_and_its_inputs_exceed_the_cache_twice(name: str) -> None:
     config = load_target(name).config

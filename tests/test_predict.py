@@ -27,7 +27,7 @@ from tools.evaluator.timing import floor_us
 from tools.figures import sources
 from tools.model import kernels
 from tools.model.calibrate import QUANTILE, Model, calibrated, fit, predictions
-from tools.model.kernels import FULL, KERNELS, Card, cluster_spread, decode_us, full_us, shares, slice_spread
+from tools.model.kernels import FULL, KERNELS, Card, Dealing, cluster_spread, decode_us, full_us, shares, slice_spread
 from tools.search.context_predicted import predicted_section
 
 TARGETS = [load_target(name) for name in target_names()]
@@ -48,16 +48,28 @@ def models() -> dict[str, Model]:
 def test_tiles_of_a_small_cell_by_hand() -> None:
     """Five blocks of 5, 4, 3, 2, 1 tiles for two CTAs: back and forth 5 2 1 and 4 3, to the first that is free 5 2 and 4 3 1."""
     cell = Cell("x", "full", "prefill", 1, 5 * 128, 5 * 128)
-    for dealt, expected in ((True, ([8, 7], [3, 2])), (False, ([7, 8], [2, 3]))):
-        tiles, items = shares(cell, (1, 1), 2, dealt)
+    for dealing, expected in (("through", ([8, 7], [3, 2])), ("apart", ([8, 7], [3, 2])), ("free", ([7, 8], [2, 3]))):
+        tiles, items = shares(cell, (1, 1), 2, dealing)
         assert (tiles.tolist(), items.tolist()) == expected
 
 
-@pytest.mark.parametrize("dealt", [True, False])
-def test_no_tile_is_lost(dealt: bool) -> None:
+def test_sections_apart_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two KV heads of 3, 2, 1 tiles each, one after the other: through both, CTA 0 has 3 1 3 and 1; apart, 3 1 and 2 alone."""
+    cell = Cell("x", "full", "prefill", 2, 3 * 128, 3 * 128)
+    monkeypatch.setattr(kernels, "L2_BUDGET_BYTES", 3 * 128 * 512)
+    shares.cache_clear()
+    try:
+        assert shares(cell, (1, 1), 2, "through")[0].tolist() == [3 + 3 + 2, 2 + 1 + 1]
+        assert shares(cell, (1, 1), 2, "apart")[0].tolist() == [3 + 0 + 3 + 0, 2 + 1 + 2 + 1]
+    finally:
+        shares.cache_clear()
+
+
+@pytest.mark.parametrize("dealing", ["through", "apart", "free"])
+def test_no_tile_is_lost(dealing: Dealing) -> None:
     for cell in cells(CUDA[0].config["workloads"]):
         if cell.phase == "full" and cell.batch < 16:
-            tiles, items = shares(cell, (32, 8), 132, dealt)
+            tiles, items = shares(cell, (32, 8), 132, dealing)
             blocks = -(-cell.rows // 128)
             assert tiles.sum() == cell.batch * 32 * blocks * (blocks + 1) // 2 and items.sum() == cell.batch * 32 * blocks
 
@@ -76,23 +88,24 @@ def test_tile_policies_are_those_of_the_sources(repo: Path, tmp_path: Path) -> N
     program = [
         "#include <cstdint>\n#include <cstdio>\n#include <initializer_list>\nusing bf16 = uint16_t; constexpr int64_t HEAD_DIM = 128;",
         function(hopper, "int decode_cluster"),
+        function(portable, "int64_t prefill_section"),
         function(portable, "int decode_slices"),
         function(hopper, "int64_t prefill_section"),
         "int main() { for (int heads = 1; heads < 200; heads += 3) for (int tiles = 1; tiles < 130; tiles += 7) for (int sms : {20, 78, 108, 132})",
-        'for (int group : {4, 12}) printf("%d %d %d %d %d %d %ld\\n", heads, group, tiles, sms, decode_cluster(heads, group, tiles, sms),',
-        "decode_slices(heads, sms), (long)prefill_section(heads, tiles * 128)); }",
+        'for (int group : {4, 12}) printf("%d %d %d %d %d %d %ld %ld %ld\\n", heads, group, tiles, sms, decode_cluster(heads, group, tiles, sms),',
+        "decode_slices(heads, sms), (long)prefill_section(heads, tiles * 128),",
+        "(long)prefill_section(heads, tiles * 128, tiles * 128), (long)prefill_section(heads, tiles * 64, tiles * 128)); }",
     ]
     (tmp_path / "policy.cpp").write_text("\n".join(program))
     subprocess.run(["c++", "-std=c++17", "-o", tmp_path / "policy", tmp_path / "policy.cpp"], check=True)
     lines = subprocess.run([tmp_path / "policy"], check=True, capture_output=True, text=True).stdout.splitlines()
     assert len(lines) > 5000
-    assert function(portable, "int64_t prefill_section") in hopper
     for line in lines:
-        heads, group, tiles, sms, cluster, slices, section = map(int, line.split())
+        heads, group, tiles, sms, cluster, slices, section, square, few = map(int, line.split())
         assert (
             cluster_spread(heads, group, tiles, sms).ctas == cluster and slice_spread(heads, group, tiles, sms).ctas == slices
         )
-        assert min(heads, max(1, kernels.L2_BUDGET_BYTES // (tiles * 128 * 4 * 128))) == section
+        assert min(heads, max(1, kernels.L2_BUDGET_BYTES // (tiles * 128 * 4 * 128))) == section == square and few == heads
 
 
 # ---------------------------------------------------------------- the fit
@@ -215,8 +228,11 @@ def test_the_documents_figures_are_the_models(repo: Path, models: dict[str, Mode
     for ratio, name in shares_of:
         wanted = f"{'update' if '+' in name else 'prefill'} {name}"
         cell = next(cell for cell in cells(CUDA[0].config["workloads"]) if cell.name == wanted)
-        tiles = [shares(cell, (32, 8), 132, dealt)[0] for dealt in (True, False)]
-        assert ratio in [f"{found.max() / (found.sum() / 132):.2f}" for found in tiles], name
+        found = shares(cell, (32, 8), 132, "through")[0]
+        assert ratio == f"{found.max() / (found.sum() / 132):.2f}", name
+    for cell in (cell for cell in cells(CUDA[0].config["workloads"]) if cell.phase == "full" and cell.rows >= 4096):
+        found = shares(cell, (32, 8), 132, "apart")[0]
+        assert found.max() / (found.sum() / 132) < 1.01, cell.name
 
 
 def test_configs_state_what_the_driver_said() -> None:

@@ -52,6 +52,7 @@ def record(target: Target, model: Model) -> dict[str, Any]:
             "report_sha256": model.measured.sha256,
             "machine": model.measured.machine,
             "same_architecture": _architecture(target) == _architecture(model.measured.target),
+            "earlier_source": model.earlier,
         },
         "phases": {
             name: {"fitted": phase.fitted, "quantile": QUANTILE, "band": phase.band, "worst": phase.worst}
@@ -83,6 +84,8 @@ def lines(found: dict[str, Any]) -> list[str]:
         text.append(
             "another architecture than the calibrating card's: costs in cycles are taken over, the band says nothing of it"
         )
+    if origin["earlier_source"]:
+        text.append("the report is of an earlier source: its costs are taken over into the packaged kernel's schedule")
     text += [
         "",
         f"{'cell':<22}{'predicted us':>14}{'band, us':>26}  bound by" + ("    measured us, held out / measured" if own else ""),

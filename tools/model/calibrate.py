@@ -25,7 +25,7 @@ from tools.core.config import Target
 from tools.core.errors import UserError
 from tools.evaluator.grids import Cell, cells
 from tools.figures import sources
-from tools.model.kernels import FULL, KERNELS, Card, Kernel, decode_us, full_us, least_us
+from tools.model.kernels import EARLIER, FULL, KERNELS, Card, Kernel, decode_us, full_us, least_us
 
 Vector = npt.NDArray[np.float64]
 QUANTILE = 0.9
@@ -53,9 +53,11 @@ class Phase:
 
 @dataclass(frozen=True)
 class Model:
-    """A kernel's parameters with the report and the card that they come from."""
+    """A packaged kernel's schedule, and parameters with the report and the card that they come from. earlier: the report is
+    of a source with another schedule, with which the parameters were fitted."""
 
     kernel: Kernel
+    earlier: bool
     measured: sources.Measured
     phases: dict[str, Phase]
 
@@ -86,14 +88,15 @@ def calibrated(target: Target, targets: Sequence[Target], evidence: Path, listin
     source = Path(target.config["kernel"]["source"]).name
     if (kernel := KERNELS.get(source)) is None:
         raise UserError(f"{source}: the model knows the schedules of {', '.join(KERNELS)} only")
-    measured = _report(target, source, targets, evidence, listing)
+    measured, digest = _report(target, source, targets, evidence, listing)
+    calibrating = EARLIER.get(digest, kernel)
     card, heads = Card.of(measured.target.config["target"]), _heads(measured.target)
     timed = [(cell, modes["cold"].ours.us) for cell, modes in measured.cells]
     phases = {
-        phase: _phase(names, [entry for entry in timed if entry[0].phase == phase], _of(phase, kernel, card, heads, 1.0))
+        phase: _phase(names, [entry for entry in timed if entry[0].phase == phase], _of(phase, calibrating, card, heads, 1.0))
         for phase, names in (("full", FULL), ("decode", kernel.decode))
     }
-    return Model(kernel, measured, phases)
+    return Model(kernel, calibrating is not kernel, measured, phases)
 
 
 def predictions(model: Model, config: dict[str, Any]) -> list[Prediction]:
@@ -113,16 +116,20 @@ def _heads(target: Target) -> tuple[int, int]:
     return target.config["workloads"]["heads_q"], target.config["workloads"]["heads_kv"]
 
 
-def _report(target: Target, source: str, targets: Sequence[Target], evidence: Path, listing: Path) -> sources.Measured:
-    found = []
+def _report(
+    target: Target, source: str, targets: Sequence[Target], evidence: Path, listing: Path
+) -> tuple[sources.Measured, str]:
+    """The report to calibrate on, and the hash of its kernel's source."""
+    found = {}
     for name in (name for names in sources.listing(listing) for name in names):
         report = json.loads((evidence / name).read_bytes())
         if Path(report["builds"]["candidate"]["source"]).name == source:
-            found.append(name)
+            found[name] = str(report["builds"]["candidate"]["source_sha256"])
     if not found:
         raise UserError(f"target {target.name}: no report of {source} on any GPU: there is nothing to calibrate a model on")
     read = [sources.measured(evidence / name, {known.name: known for known in targets}) for name in found]
-    return next((entry for entry in read if entry.target.name == target.name), read[0])
+    chosen = next((entry for entry in read if entry.target.name == target.name), read[0])
+    return chosen, found[chosen.name]
 
 
 Formula = Callable[[Sequence[float], Cell], tuple[float, str]]

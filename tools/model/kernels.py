@@ -25,7 +25,7 @@ import functools
 import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +33,9 @@ import numpy.typing as npt
 from tools.evaluator.grids import Cell
 
 Counts = npt.NDArray[np.int64]
+# Blocks go back and forth over one CTA a multiprocessor, through all sections or from the start of each; or each block goes
+# to the first CTA that is free.
+Dealing = Literal["through", "apart", "free"]
 TILE, HEAD_DIM = 128, 128  # keys of a tile (the contract's), output dimensions
 HALF_OPERATIONS = 4.0 * 64 * TILE * HEAD_DIM  # products of 64 query rows with one tile: Q K and P V
 MMA_OPERATIONS = 2.0 * 16 * 8 * 16  # of one mma m16n8k16
@@ -69,27 +72,38 @@ class Spread:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel's schedule. dealt: blocks are dealt back and forth to one CTA a multiprocessor, else each goes to the first
-    that is free. decode: the names of what is fitted."""
+    """A kernel's schedule. decode: the names of what is fitted."""
 
-    dealt: bool
+    dealing: Dealing
     spread: Callable[[int, int, int, int], Spread]  # KV heads, query heads of each, tiles, multiprocessors
     decode: tuple[str, ...]
 
 
 def cluster_spread(kv_heads: int, group: int, tiles: int, multiprocessors: int) -> Spread:
     """decode_cluster of unified_attn_ext.cu: clusters of 1, 2, 4 or 8 CTAs, each CTA scores one tile of a round."""
+    return _clusters(kv_heads, group, tiles, multiprocessors, 32, lambda ctas: multiprocessors // 2)
 
-    def room(ctas: int) -> int:
-        return multiprocessors if ctas <= 2 else multiprocessors * 10 // 11
 
+def wide_cluster_spread(kv_heads: int, group: int, tiles: int, multiprocessors: int) -> Spread:
+    """The same of an earlier source: clusters on all multiprocessors, eight CTAs from 64 tiles on."""
+    return _clusters(kv_heads, group, tiles, multiprocessors, 64, lambda ctas: _room(ctas, multiprocessors))
+
+
+def _room(ctas: int, multiprocessors: int) -> int:
+    """Multiprocessors that can be had in clusters."""
+    return multiprocessors if ctas <= 2 else multiprocessors * 10 // 11
+
+
+def _clusters(
+    kv_heads: int, group: int, tiles: int, multiprocessors: int, tiles_for_eight: int, most: Callable[[int], int]
+) -> Spread:
     def pays(ctas: int) -> bool:
-        return tiles >= (64 if ctas == 8 else ctas) and kv_heads * ctas <= room(ctas)
+        return tiles >= (tiles_for_eight if ctas == 8 else ctas) and kv_heads * ctas <= most(ctas)
 
     ctas = 1
     while ctas < (2 if group > 8 else 8) and pays(2 * ctas):
         ctas *= 2
-    return Spread(ctas, ctas, max(1, room(ctas) // ctas))
+    return Spread(ctas, ctas, max(1, _room(ctas, multiprocessors) // ctas))
 
 
 def slice_spread(kv_heads: int, group: int, tiles: int, multiprocessors: int) -> Spread:
@@ -100,30 +114,37 @@ def slice_spread(kv_heads: int, group: int, tiles: int, multiprocessors: int) ->
     return Spread(ctas, 1, max(1, multiprocessors // ctas))
 
 
-KERNELS = {  # by the name of the source
-    "unified_attn_ext.cu": Kernel(True, cluster_spread, DECODE),
-    "portable_attn.cu": Kernel(False, slice_spread, (*DECODE[:2], "values_us", DECODE[2])),
+KERNELS = {  # the packaged ones by the name of the source
+    "unified_attn_ext.cu": Kernel("apart", cluster_spread, DECODE),
+    "portable_attn.cu": Kernel("free", slice_spread, (*DECODE[:2], "values_us", DECODE[2])),
+}
+EARLIER = {  # by the SHA-256 of sources that reports were made of and that are packaged no more
+    "715d99d6be2d92dedd73174060bd279575e6689cf74e6bfc1852a7993d86ba67": Kernel("through", wide_cluster_spread, DECODE),
 }
 
 
 @functools.cache
-def shares(cell: Cell, heads: tuple[int, int], multiprocessors: int, dealt: bool) -> tuple[Counts, Counts]:
+def shares(cell: Cell, heads: tuple[int, int], multiprocessors: int, dealing: Dealing) -> tuple[Counts, Counts]:
     """(tiles, items) of each CTA in a full-sequence cell; an item is a block of 128 queries of one query head.
 
     Sections of KV heads whose K and V fit the L2 budget follow one another, in each the blocks with most keys first.
     """
     kv_heads, group, blocks = cell.batch * heads[1], heads[0] // heads[1], -(-cell.rows // TILE)
     section = min(kv_heads, max(1, L2_BUDGET_BYTES // (cell.keys * 4 * HEAD_DIM)))
+    if dealing == "apart" and 2 * cell.rows <= cell.keys:
+        section = kv_heads
     sizes = [section] * (kv_heads // section) + [kv_heads % section] * (kv_heads % section > 0)
-    order = np.arange(blocks, 0, -1)
-    items = np.concatenate([np.repeat(order, size * group) for size in sizes])
-    ctas = min(len(items), multiprocessors)
-    if dealt:
-        rounds = np.concatenate([items, np.zeros(-len(items) % ctas, np.int64)]).reshape(-1, ctas)
+    order = -(-(cell.keys - cell.rows + TILE * np.arange(blocks, 0, -1)) // TILE)  # tiles that a block's last row sees
+    items = [np.repeat(order, size * group) for size in sizes]
+    ctas = min(sum(map(len, items)), multiprocessors)
+    if dealing != "free":
+        lists = items if dealing == "apart" else [np.concatenate(items)]
+        filled = -(-len(lists[0]) // ctas) * ctas  # every section has as many rounds as the first
+        rounds = np.concatenate([np.pad(one, (0, filled - len(one))) for one in lists]).reshape(-1, ctas)
         rounds[1::2] = rounds[1::2, ::-1].copy()
         return rounds.sum(axis=0), (rounds > 0).sum(axis=0)
     free = [(0, 0)] * ctas
-    for tiles in items.tolist():
+    for tiles in np.concatenate(items).tolist():
         heapq.heapreplace(free, (free[0][0] + tiles, free[0][1] + 1))
     return np.array([tiles for tiles, _ in free]), np.array([count for _, count in free])
 
@@ -141,7 +162,7 @@ def full_us(
     launch, softmax, item = (slower * value for value in fitted)
     products = HALF_OPERATIONS / card.tensor_rate
     tile = max(2 * products, products + softmax)
-    tiles, items = shares(cell, heads, card.multiprocessors, kernel.dealt)
+    tiles, items = shares(cell, heads, card.multiprocessors, kernel.dealing)
     work = float((tiles * tile + items * item).max())
     memory = (cell.input_bytes(*heads) + cell.output_bytes(heads[0])) / card.bandwidth
     bound = "memory" if memory > work else "products" if 2 * products > products + softmax else "softmax"
