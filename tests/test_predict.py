@@ -27,7 +27,18 @@ from tools.evaluator.timing import floor_us
 from tools.figures import sources
 from tools.model import kernels
 from tools.model.calibrate import QUANTILE, Model, calibrated, fit, predictions
-from tools.model.kernels import FULL, KERNELS, Card, Dealing, cluster_spread, decode_us, full_us, shares, slice_spread
+from tools.model.kernels import (
+    FULL,
+    KERNELS,
+    Card,
+    Dealing,
+    cluster_spread,
+    decode_us,
+    full_us,
+    section_of,
+    shares,
+    slice_spread,
+)
 from tools.search.context_predicted import predicted_section
 
 TARGETS = [load_target(name) for name in target_names()]
@@ -57,6 +68,7 @@ def test_sections_apart_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two KV heads of 3, 2, 1 tiles each, one after the other: through both, CTA 0 has 3 1 3 and 1; apart, 3 1 and 2 alone."""
     cell = Cell("x", "full", "prefill", 2, 3 * 128, 3 * 128)
     monkeypatch.setattr(kernels, "L2_BUDGET_BYTES", 3 * 128 * 512)
+    monkeypatch.setattr(kernels, "LEAST_ROUNDS", 1)
     shares.cache_clear()
     try:
         assert shares(cell, (1, 1), 2, "through")[0].tolist() == [3 + 3 + 2, 2 + 1 + 1]
@@ -94,18 +106,20 @@ def test_tile_policies_are_those_of_the_sources(repo: Path, tmp_path: Path) -> N
         "int main() { for (int heads = 1; heads < 200; heads += 3) for (int tiles = 1; tiles < 130; tiles += 7) for (int sms : {20, 78, 108, 132})",
         'for (int group : {4, 12}) printf("%d %d %d %d %d %d %ld %ld %ld\\n", heads, group, tiles, sms, decode_cluster(heads, group, tiles, sms),',
         "decode_slices(heads, sms), (long)prefill_section(heads, tiles * 128),",
-        "(long)prefill_section(heads, tiles * 128, tiles * 128), (long)prefill_section(heads, tiles * 64, tiles * 128)); }",
+        "(long)prefill_section(heads, 4 * tiles, tiles * 128, sms), (long)prefill_section(heads, group, tiles * 128, sms)); }",
     ]
     (tmp_path / "policy.cpp").write_text("\n".join(program))
     subprocess.run(["c++", "-std=c++17", "-o", tmp_path / "policy", tmp_path / "policy.cpp"], check=True)
     lines = subprocess.run([tmp_path / "policy"], check=True, capture_output=True, text=True).stdout.splitlines()
     assert len(lines) > 5000
     for line in lines:
-        heads, group, tiles, sms, cluster, slices, section, square, few = map(int, line.split())
+        heads, group, tiles, sms, cluster, slices, section, whole, few = map(int, line.split())
         assert (
             cluster_spread(heads, group, tiles, sms).ctas == cluster and slice_spread(heads, group, tiles, sms).ctas == slices
         )
-        assert min(heads, max(1, kernels.L2_BUDGET_BYTES // (tiles * 128 * 4 * 128))) == section == square and few == heads
+        assert min(heads, max(1, kernels.L2_BUDGET_BYTES // (tiles * 128 * 4 * 128))) == section
+        assert section_of("apart", heads, 4 * tiles, tiles * 128, sms) == whole
+        assert section_of("apart", heads, group, tiles * 128, sms) == few
 
 
 # ---------------------------------------------------------------- the fit

@@ -41,7 +41,7 @@ HALF_OPERATIONS = 4.0 * 64 * TILE * HEAD_DIM  # products of 64 query rows with o
 MMA_OPERATIONS = 2.0 * 16 * 8 * 16  # of one mma m16n8k16
 CHAIN = 8  # dependent products of one tile: eight k16 slices of 128 keys
 KV_TILE_BYTES = 2 * TILE * HEAD_DIM * 2  # K and V of one tile in bf16
-L2_BUDGET_BYTES = 24 << 20  # prefill_section of both kernels
+L2_BUDGET_BYTES, LEAST_ROUNDS = 24 << 20, 8  # prefill_section of both kernels; of the Hopper kernel
 FULL = ("launch_us", "softmax_us", "item_us")
 DECODE = ("launch_us", "chain_us", "bandwidth_share")
 
@@ -123,6 +123,13 @@ EARLIER = {  # by the SHA-256 of sources that reports were made of and that are 
 }
 
 
+def section_of(dealing: Dealing, kv_heads: int, items: int, keys: int, multiprocessors: int) -> int:
+    """prefill_section of the kernels: KV heads of a section, of which each has `items` blocks."""
+    fit = max(1, L2_BUDGET_BYTES // (keys * 4 * HEAD_DIM))
+    full = -(-LEAST_ROUNDS * multiprocessors // items) if dealing == "apart" else 1
+    return min(kv_heads, max(fit, full))
+
+
 @functools.cache
 def shares(cell: Cell, heads: tuple[int, int], multiprocessors: int, dealing: Dealing) -> tuple[Counts, Counts]:
     """(tiles, items) of each CTA in a full-sequence cell; an item is a block of 128 queries of one query head.
@@ -130,9 +137,7 @@ def shares(cell: Cell, heads: tuple[int, int], multiprocessors: int, dealing: De
     Sections of KV heads whose K and V fit the L2 budget follow one another, in each the blocks with most keys first.
     """
     kv_heads, group, blocks = cell.batch * heads[1], heads[0] // heads[1], -(-cell.rows // TILE)
-    section = min(kv_heads, max(1, L2_BUDGET_BYTES // (cell.keys * 4 * HEAD_DIM)))
-    if dealing == "apart" and 2 * cell.rows <= cell.keys:
-        section = kv_heads
+    section = section_of(dealing, kv_heads, group * blocks, cell.keys, multiprocessors)
     sizes = [section] * (kv_heads // section) + [kv_heads % section] * (kv_heads % section > 0)
     order = -(-(cell.keys - cell.rows + TILE * np.arange(blocks, 0, -1)) // TILE)  # tiles that a block's last row sees
     items = [np.repeat(order, size * group) for size in sizes]

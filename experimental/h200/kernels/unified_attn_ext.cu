@@ -928,13 +928,13 @@ int decode_cluster(int64_t kv_heads, int64_t group, int64_t tiles, int num_sms) 
   while (ctas < (group > 8 ? 2 : 8) && pays(2 * ctas)) ctas *= 2;
   return ctas;
 }
-// KV heads whose K and V may occupy L2 together: about half of the 40 MB and more that these GPUs have. All of them where few
-// queries see many keys: their blocks are about equally long, and a section of them would end with CTAs that have none.
-int64_t prefill_section(int64_t kv_heads, int64_t queries, int64_t keys) {
-  if (2 * queries <= keys) return kv_heads;
-  constexpr int64_t L2_BUDGET_BYTES = 24 << 20, KEY_BYTES = 2 * HEAD_DIM * sizeof(bf16);
-  const int64_t fit = L2_BUDGET_BYTES / (keys * KEY_BYTES);
-  return fit < 1 ? 1 : fit < kv_heads ? fit : kv_heads;
+// KV heads whose K and V may occupy L2 together, about half of the 40 MB and more that these GPUs have; more where these would
+// end too soon: a section's last round leaves CTAs without an item, one round of LEAST_ROUNDS at most. items: of a KV head.
+int64_t prefill_section(int64_t kv_heads, int64_t items, int64_t keys, int64_t num_sms) {
+  constexpr int64_t L2_BUDGET_BYTES = 24 << 20, KEY_BYTES = 2 * HEAD_DIM * sizeof(bf16), LEAST_ROUNDS = 8;
+  const int64_t fit = L2_BUDGET_BYTES / (keys * KEY_BYTES), full = (LEAST_ROUNDS * num_sms + items - 1) / items;
+  const int64_t section = fit < full ? full : fit;
+  return section < kv_heads ? section : kv_heads;
 }
 
 enum Error {
@@ -1038,9 +1038,10 @@ int launch_prefill(const UnifiedAttnParams* p, int num_sms, void* stream) {
   const int64_t blocks = (p->seqlen_q + BLOCK_M - 1) / BLOCK_M, kv_heads = p->batch * p->heads_kv;
   const int64_t group = p->heads_q / p->heads_kv, items = blocks * p->batch * p->heads_q;
   const int64_t ctas = items < num_sms ? items : num_sms;
-  const int64_t section = prefill_section(kv_heads, p->seqlen_q, p->seqlen_kv), last = (kv_heads - 1) / section;
+  const int64_t section = prefill_section(kv_heads, group * blocks, p->seqlen_kv, num_sms), last = (kv_heads - 1) / section;
   const int64_t rounds = (section * group * blocks + ctas - 1) / ctas;
-  if (items > INT32_MAX - 2 * ctas) return TOO_LARGE;  // no number of an item, nor of a round, is larger
+  // No number of an item, nor of a round, is larger.
+  if (items > INT32_MAX - 2 * ctas || (last + 1) * rounds > INT32_MAX) return TOO_LARGE;
   PrefillSchedule s{Divisor(group),
                     Divisor(p->heads_kv),
                     Divisor(rounds),
@@ -1073,6 +1074,7 @@ int launch_decode_heads(const UnifiedAttnParams* p, int num_sms, void* stream) {
   // its own successor would come too. Where it does not fit, it would take what is left and put the rest of its clusters
   // wherever this kernel ends first, several in a GPC, which then is short of bandwidth: it may come only near the end.
   constexpr int32_t NEAR_THE_END = 8;
+  static_assert(G <= NEAR_THE_END, "a round begins with so many tiles left, or fewer");
   const int64_t ctas = p->batch * p->heads_kv * G;
   const int32_t overlap_tiles = 2 * ctas <= sms_in_clusters(G, num_sms) ? INT32_MAX : NEAR_THE_END;
   const DecodeSchedule schedule{Divisor(p->heads_kv), static_cast<int32_t>(p->heads_q / p->heads_kv), overlap_tiles, mapped};
