@@ -72,7 +72,8 @@ def test_sections_apart_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     shares.cache_clear()
     try:
         assert shares(cell, (1, 1), 2, "through")[0].tolist() == [3 + 3 + 2, 2 + 1 + 1]
-        assert shares(cell, (1, 1), 2, "apart")[0].tolist() == [3 + 0 + 3 + 0, 2 + 1 + 2 + 1]
+        tiles, items = shares(cell, (1, 1), 2, "apart")
+        assert tiles.tolist() == [3 + 0 + 3 + 0, 2 + 1 + 2 + 1] and items.tolist() == [2, 4]
     finally:
         shares.cache_clear()
 
