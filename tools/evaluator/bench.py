@@ -6,14 +6,14 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from tools.core.config import Target
 from tools.core.errors import BuildError
 from tools.core.files import show_path
-from tools.evaluator import integrity, report, sandbox, static
+from tools.evaluator import integrity, report, sandbox, static, turn
 from tools.evaluator.grids import cells, grid
 from tools.evaluator.guards import Guards
 from tools.evaluator.localise import FirstDivergence
@@ -47,6 +47,7 @@ class Bench:
         self.cells = cells(config["workloads"], self.grid.cells)
         self.builds: dict[str, Built] = {}
         self.runners: dict[str, Runner] = {}
+        self._turn = ExitStack()
         self.arena: Any = None
         self.baselines: Any = None
         self.diverged: FirstDivergence | None = None
@@ -113,6 +114,12 @@ class Bench:
         self.runners.clear()
         if self.arena is not None:
             self.arena.close()
+        self._turn.close()
+
+    def _take_turn(self) -> None:
+        start = time.monotonic()
+        self._turn.enter_context(turn.take(self.device, lambda: self._progress("another evaluation has the GPU")))
+        self.waited_s += time.monotonic() - start
 
     def _build(self) -> None:
         wanted: dict[str, tuple[Path | None, str]] = {

@@ -31,7 +31,8 @@ def observe(
 ) -> dict[str, Any]:
     """cell -> racer -> {"route", "kernels", "note"}, the smallest and largest cells of each kind first; {} on the CPU.
 
-    fresh: starts a worker of a kernel library that may be profiled: one that is confined cannot load a profiler any more.
+    racers: without those that run what another one runs, which would show the same. fresh: starts a worker of a kernel
+    library that may be profiled: one that is confined cannot load a profiler any more.
     """
     if arena.device == "cpu":
         return {}

@@ -149,6 +149,10 @@ class Judge(Race):
             self.record["hashes"]["environment"] = sha256_json(report.finite(self.record["environment"]))
             if self.root_report is not None:
                 report.refuse_other_machine(self.root_report, self.record["environment"])
+        with self._stage("build"):
+            self._build()
+        with self._stage("turn"):
+            self._take_turn()
             self.arena = Arena(self.device, self._chunk_bytes())
         with self._stage("baselines start"):
             self.baselines = Baselines(self.target, self.options.cases, self.options.require, self.limits)
@@ -156,8 +160,6 @@ class Judge(Race):
             for name in self.baselines.wanted(everything):
                 self.baselines.add(name, self._spawn(name))
             self.record["baselines"] = self.baselines.records
-        with self._stage("build"):
-            self._build()
         if "incumbent" in self.builds:  # once more, in a process of its own: how much two of a kind differ
             self.builds["twin"] = self.builds["incumbent"]
         with self._stage("workers"):

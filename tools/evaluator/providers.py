@@ -343,9 +343,27 @@ class FlashInfer(Provider):
         torch.cuda.synchronize()
 
 
+class FlashInferStreamOrdered(FlashInfer):
+    """FlashInfer without programmatic dependent launch: a call starts when the one before has ended."""
+
+    name = "flashinfer_stream_ordered"
+
+    def routes(self, entry: str) -> list[str]:
+        return [route for route in super().routes(entry) if not route.endswith(" pdl")]
+
+
 _PROVIDERS: dict[str, type[Provider]] = {
     cls.name: cls
-    for cls in (FlashAttention3, FlashAttention3Aligned, FlashAttention2, SdpaFlash, SdpaCudnn, SdpaCpu, FlashInfer)
+    for cls in (
+        FlashAttention3,
+        FlashAttention3Aligned,
+        FlashAttention2,
+        SdpaFlash,
+        SdpaCudnn,
+        SdpaCpu,
+        FlashInfer,
+        FlashInferStreamOrdered,
+    )
 }
 NAMES = tuple(_PROVIDERS)
 
