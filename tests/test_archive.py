@@ -130,18 +130,20 @@ def test_update_makes_all_of_it_again(root: Path) -> None:
     assert contents(root) == before
 
 
+def judged(root: Path) -> list[str]:
+    """The reports that the H200's validation names."""
+    reports = json.loads((root / "experimental/h200/validation.json").read_bytes())["evaluations"]
+    return [entry["report"][len(EVIDENCE) + 1 :] for entry in reports]
+
+
 def test_update_takes_up_new_evidence(root: Path) -> None:
+    before = judged(root)
     shutil.copyfile(root / EVIDENCE / "h200-hopper.json", root / EVIDENCE / "h200-again.json")
     edit(root, "experimental/figures/reports.json", lambda found: found["left_out"].update({"h200-again.json": "a copy"}))
     assert command("--root", str(root)) == 1
     assert sorted(update(root)) == [ARCHIVE, "experimental/h200/validation.json"]
     assert command("--root", str(root)) == 0
-    reports = json.loads((root / "experimental/h200/validation.json").read_bytes())["evaluations"]
-    assert [entry["report"][len(EVIDENCE) + 1 :] for entry in reports] == [
-        "h200-again.json",
-        "h200-hopper.json",
-        "h200-portable.json",
-    ]
+    assert "h200-hopper.json" in before and judged(root) == sorted([*before, "h200-again.json"])
 
 
 def test_a_kernel_with_another_header_is_another_kernel(root: Path) -> None:

@@ -233,7 +233,7 @@ CONFIGS = [
     ("a missing source", lambda root: (root / "experimental/common/portable_attn.cu").unlink(), "portable_attn.cu", "is missing"),
     ("other workloads", replace("experimental/cpu/config.yaml", "context: [128, 1024, 4096]", "context: [128, 1024]"), V2, "target.sections.workloads"),
     ("another contract", replace("experimental/cpu/config.yaml", "tile: 64", "tile: 32"), V2, "target.sections.contract"),
-    ("another GPU", replace("experimental/h200/config.yaml", '["NVIDIA H200"]', '["NVIDIA H100"]'), "h200-hopper.json", "is no GPU of target h200"),
+    ("another GPU", replace("experimental/h200/config.yaml", '["NVIDIA H200"]', '["NVIDIA H100"]'), "h200-", "is no GPU of target h200"),
     ("another name", replace("experimental/h20/config.yaml", "name: h20", "name: h21"), "h20/config.yaml", "target.name"),
     ("a config that is none", replace("experimental/h20/config.yaml", "device: cuda", "device: abacus"), "h20/config.yaml", "abacus"),
 ]  # fmt: skip
@@ -251,7 +251,8 @@ TABLES = [
     ("a time", one_figure("| batch 1 | ", " µs", "31.1"), "README.md", "grid"),
     ("a ratio", one_figure("| full sequences, 32 cells | ", "x", "9.43"), "README.md", "summary"),
     ("words", replace("experimental/README.md", "| every_length | 20 |", "| every_length | 21 |"), "experimental/README.md", "checks"),
-    ("a search", replace("experimental/README.md", "| 1.22x |", "| 2.22x |"), "experimental/README.md", "searches"),
+    ("a search", replace("experimental/README.md", "| 2 | 1.22x |", "| 2 | 2.22x |"), "experimental/README.md", "searches"),
+    ("a peer", replace("experimental/README.md", "| decode B1 L128 | 2.3", "| decode B1 L128 | 2.1"), "experimental/README.md", "peers"),
     ("evidence", replace("README.md", "grid experimental/evidence/h200", "grid experimental/evidence/h201"), "README.md", "h201"),
     ("bytes that are no text", replace("README.md", "measured", "measur\udcef"), "README.md", "not UTF-8"),
     ("an end", replace("README.md", "<!-- end of table -->", ""), "README.md", "without its end"),

@@ -147,7 +147,7 @@ def test_requirements_are_those_of_package_and_evidence(repo: Path) -> None:
 def test_a_table_of_an_old_report_says_so(repo: Path, name: str) -> None:
     """Above a table from a report of an earlier version of the evaluator, in its own paragraph."""
     text = (repo / name).read_text()
-    for table in re.finditer(r"<!-- table: (?:grid|summary|checks) (\S+) -->", text):
+    for table in re.finditer(r"<!-- table: (?:grid|summary|peers|checks) (\S+) -->", text):
         version = json.loads((repo / table[1]).read_text())["version"]
         before = text[: table.start()].rstrip().rsplit("\n\n", 1)[-1]
         assert version == reports.VERSION or f"version {version}" in before, table[1]

@@ -488,6 +488,7 @@ def test_interrupt_leaves_an_incomplete_report_and_no_worker(repo: Path, tmp_pat
     got = report.read(path)
     assert got["status"] == "INCOMPLETE" and got["reason"] == "interrupted"
     assert got["run"]["command"][0] == "tools/evaluate.py"  # not where this checkout lies
+    assert got["run"]["command"][-1] == path.name  # nor where the report went
     cut = [check for check in got["correctness"]["checks"] if check["reason"] == "it was not finished"]
     passed = [check for check in got["correctness"]["checks"] if check["status"] == "passed"]
     assert len(passed) < len(judge.CHECKS) and len(cut) <= 1  # none where it came between two checks

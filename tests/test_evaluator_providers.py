@@ -156,6 +156,8 @@ def test_flashinfer_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RuntimeError, match="AttributeError"):
         provider.prepare("decode", inputs(1, 48, "bshd"), 0, "fa2 tensor_cores pdl")
     assert provider.routes("prefill") == []
+    ordered: Any = providers.make("flashinfer_stream_ordered")
+    assert [route for route in provider.routes("decode") if "pdl" not in route] == ordered.routes("decode") != []
 
 
 # ---------------------------------------------------------------- the start-up check

@@ -8,6 +8,7 @@ import math
 import os
 import random
 import socket
+import tempfile
 import threading
 from dataclasses import FrozenInstanceError, replace
 from pathlib import Path
@@ -406,6 +407,17 @@ def test_counters_are_parsed_and_assigned() -> None:
     assert [k["kernel"] for k in kernels] == ["prefill", "decode"]
     assert kernels[0]["gpu__time_duration.sum [nsecond]"] == 1234.0 and kernels[0]["lts__t_sector_hit_rate.pct [%]"] == 56.5
     assert counters.parse("==ERROR== no permission\n") == []
+
+
+def test_the_profiler_keeps_its_lock_where_the_confined_process_may_write(tmp_path: Path, monkeypatch: Any) -> None:
+    """Its part within the process writes it; in a folder that is forbidden there, no counter was ever read."""
+    ncu = tmp_path / "ncu"
+    ncu.write_text('#!/bin/sh\nfor last; do :; done\necho "==ERROR== $TMPDIR $last"\necho "the last line"\n')
+    ncu.chmod(0o755)
+    monkeypatch.setattr(counters.shutil, "which", lambda name: str(ncu))
+    found = counters.read(tmp_path / "kernel.so", [], (8, 2), {})
+    folder, scratch = found["note"].removeprefix("unavailable: ==ERROR== ").split()
+    assert folder == scratch != tempfile.gettempdir() and not Path(scratch).exists()
 
 
 def test_kernels_of_a_trace() -> None:

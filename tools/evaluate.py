@@ -131,6 +131,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     from tools.evaluator import judge, table
     from tools.evaluator.options import Options
+    from tools.evaluator.report import without_folder
 
     if args.promotion_trials is not None:
         return _promotion_trials(args)
@@ -150,7 +151,9 @@ def main(arguments: list[str] | None = None) -> int:
         only=args.only,
         timing=not args.no_timing,
         hot=not args.cold,
-        command=(show_path(Path(sys.argv[0])), *sys.argv[1:]) if arguments is None else ("evaluate.py", *arguments),
+        command=("evaluate.py", *arguments)
+        if arguments is not None
+        else (show_path(Path(sys.argv[0])), *map(without_folder, sys.argv[1:])),
     )
     console = Console(stderr=True, quiet=args.json)
     with table.progress(console) as show:

@@ -85,7 +85,7 @@ def lines(found: dict[str, Any]) -> list[str]:
             "another architecture than the calibrating card's: costs in cycles are taken over, the band says nothing of it"
         )
     if origin["earlier_source"]:
-        text.append("the report is of an earlier source: its costs are taken over into the packaged kernel's schedule")
+        text.append("the report is of an earlier version of the source, whose costs are taken over")
     text += [
         "",
         f"{'cell':<22}{'predicted us':>14}{'band, us':>26}  bound by" + ("    measured us, held out / measured" if own else ""),

@@ -28,7 +28,7 @@ from tools.core.config import load_target, target_names
 from tools.core.errors import CommandParser, UserError, run_command
 from tools.core.files import write_new
 from tools.evaluator import environment
-from tools.evaluator.report import finite
+from tools.evaluator.report import finite, without_folder
 from tools.loader.abi import HEAD_DIM
 from tools.loader.interface import Kernel, load_kernel
 
@@ -91,7 +91,7 @@ def main(arguments: list[str] | None = None) -> int:
         "kind": "repeats",
         "gpu": target.name,
         "source_sha256": target.config["kernel"]["sha256"],
-        "command": ["tools/repeat.py", *(sys.argv[1:] if arguments is None else arguments)],
+        "command": ["tools/repeat.py", *map(without_folder, sys.argv[1:] if arguments is None else arguments)],
         "seed": options.seed,
         "environment": environment.record("cuda"),
         "same": same,

@@ -4,10 +4,10 @@
     python tools/tables.py --check    # say which table differs from its evidence; exit 1
 
 A table stands between `<!-- table: KIND PATH... -->` and `<!-- end of table -->`. From a report of evaluate.py: `grid`
-(each cell's time and its ratio to the fastest library), `checks` (what was compared, in words), `summary` (geometric
-means); medians are taken from the raw samples again. From several records, a row each: `mutants` (evaluate.py
---mutation-score), `exploits` (tests/exploits/run.py), `trials` (evaluate.py --promotion-trials), `searches` (folders of
-published runs of ir.py).
+(each cell's time and its ratio to the fastest library), `peers` (to each library, a row a cell), `checks` (what was
+compared, in words), `summary` (geometric means); medians are taken from the raw samples again. From several records, a row
+each: `mutants` (evaluate.py --mutation-score), `exploits` (tests/exploits/run.py), `trials` (evaluate.py
+--promotion-trials), `searches` (folders of published runs of ir.py).
 """
 
 from __future__ import annotations
@@ -75,7 +75,19 @@ def summary(report: dict[str, Any]) -> list[str]:
             f"{name} {geometric_mean([libraries[name] / ours for _, ours, libraries in cells if name in libraries]):.2f}x"
             for name in names
         )
-        lines.append(f"| {title}, {len(cells)} cells | {best:.2f}x | {', '.join(each)} |")
+        count = f"{len(cells)} cell{'s' * (len(cells) > 1)}"
+        lines.append(f"| {title}, {count} | {best:.2f}x | {', '.join(each)} |")
+    return lines
+
+
+def peers(report: dict[str, Any]) -> list[str]:
+    """A row for each cell: our time, and each library's as a multiple of it, cold."""
+    cells = _cells(report, "cold")
+    names = sorted({name for _, _, libraries in cells for name in libraries})
+    lines = ["| cell | ours | " + " | ".join(names) + " |", "| --- | ---: |" + " ---: |" * len(names)]
+    for cell, ours, libraries in cells:
+        ratios = (f"{libraries[name] / ours:.2f}x" if name in libraries else "" for name in names)
+        lines.append(f"| {cell['name']} | {_time(ours)} | " + " | ".join(ratios) + " |")
     return lines
 
 
@@ -151,7 +163,7 @@ RECORDS: dict[str, Callable[[Any], list[str]]] = {
     "trials": trials,
     "searches": searches,
 }
-RENDER: dict[str, Callable[[dict[str, Any]], list[str]]] = {"grid": grid, "summary": summary, "checks": checks}
+RENDER: dict[str, Callable[[dict[str, Any]], list[str]]] = {"grid": grid, "summary": summary, "peers": peers, "checks": checks}
 
 
 def rendered(text: str, where: str, root: Path = REPO_ROOT) -> str:

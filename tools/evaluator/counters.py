@@ -54,23 +54,46 @@ def read(library: Path, cells: list[Cell], heads: tuple[int, int], launches: dic
         return {"note": "unavailable: no ncu on this machine", "kernels": []}
     work = [{"name": c.name, "entry": c.entry, "batch": c.batch, "rows": c.rows, "keys": c.keys, "heads": heads} for c in cells]
     command = [ncu, "--clock-control", "none", "--profile-from-start", "off", "--csv", "--metrics", ",".join(METRICS)]
-    command += [sys.executable, "-m", "tools.evaluator.counters", str(library), json.dumps(work)]
-    process = subprocess.Popen(
-        command, cwd=REPO_ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
-    try:
-        text, _ = process.communicate(timeout=TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
+        command += [sys.executable, "-m", "tools.evaluator.counters", str(library), json.dumps(work), scratch]
+        text = _output(command, scratch)
+    if text is None:
         return {"note": f"unavailable: ncu took more than {TIMEOUT_S:g} s", "kernels": []}
     kernels = parse(text)
     if not kernels:
-        lines = [line for line in text.splitlines() if line.strip()]
-        return {"note": f"unavailable: {lines[-1][:300] if lines else 'ncu printed nothing'}", "kernels": []}
+        return {"note": f"unavailable: {_reason(text)}", "kernels": []}
     owners = [cell.name for cell in cells for _ in range(launches.get(cell.name, 0))]
     if len(owners) == len(kernels):
         return {"note": "", "kernels": [{"cell": owner, **kernel} for owner, kernel in zip(owners, kernels, strict=True)]}
     return {"note": "which cell a kernel belongs to could not be told", "kernels": [{"cell": None, **k} for k in kernels]}
+
+
+def _output(command: list[str], scratch: str) -> str | None:
+    """What ncu prints; None where it takes too long. scratch: the one folder that its part within the confined process may
+    write to, where it then keeps its lock."""
+    process = subprocess.Popen(
+        command,
+        cwd=REPO_ROOT,
+        env={**os.environ, "TMPDIR": scratch},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        text, _ = process.communicate(timeout=TIMEOUT_S)
+        return text
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        return None
+
+
+def _reason(text: str) -> str:
+    """The first error that ncu names, else its last line."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    errors = [line for line in lines if line.startswith("==ERROR==")]
+    return [*errors, *lines[-1:], "ncu printed nothing"][0][:300]
 
 
 def parse(text: str) -> list[dict[str, Any]]:
@@ -106,9 +129,8 @@ def main() -> int:
     torch.zeros(1, device="cuda").normal_()
     torch.cuda.profiler.start()  # type: ignore[no-untyped-call]
     torch.cuda.profiler.stop()  # type: ignore[no-untyped-call]
-    with tempfile.TemporaryDirectory() as scratch:
-        sandbox.enter(scratch, [str(Path(sys.argv[1]).parent)], "cuda", unix_sockets=True)
-        _call_all(abi, Path(sys.argv[1]), ENTRIES)
+    sandbox.enter(sys.argv[3], [str(Path(sys.argv[1]).parent)], "cuda", unix_sockets=True)
+    _call_all(abi, Path(sys.argv[1]), ENTRIES)
     return 0
 
 

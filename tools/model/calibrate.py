@@ -25,7 +25,7 @@ from tools.core.config import Target
 from tools.core.errors import UserError
 from tools.evaluator.grids import Cell, cells
 from tools.figures import sources
-from tools.model.kernels import EARLIER, FULL, KERNELS, Card, Kernel, decode_us, full_us, least_us
+from tools.model.kernels import FULL, KERNELS, Card, Kernel, decode_us, full_us, least_us
 
 Vector = npt.NDArray[np.float64]
 QUANTILE = 0.9
@@ -54,7 +54,7 @@ class Phase:
 @dataclass(frozen=True)
 class Model:
     """A packaged kernel's schedule, and parameters with the report and the card that they come from. earlier: the report is
-    of a source with another schedule, with which the parameters were fitted."""
+    of another version of the source."""
 
     kernel: Kernel
     earlier: bool
@@ -89,14 +89,13 @@ def calibrated(target: Target, targets: Sequence[Target], evidence: Path, listin
     if (kernel := KERNELS.get(source)) is None:
         raise UserError(f"{source}: the model knows the schedules of {', '.join(KERNELS)} only")
     measured, digest = _report(target, source, targets, evidence, listing)
-    calibrating = EARLIER.get(digest, kernel)
     card, heads = Card.of(measured.target.config["target"]), _heads(measured.target)
     timed = [(cell, modes["cold"].ours.us) for cell, modes in measured.cells]
     phases = {
-        phase: _phase(names, [entry for entry in timed if entry[0].phase == phase], _of(phase, calibrating, card, heads, 1.0))
+        phase: _phase(names, [entry for entry in timed if entry[0].phase == phase], _of(phase, kernel, card, heads, 1.0))
         for phase, names in (("full", FULL), ("decode", kernel.decode))
     }
-    return Model(kernel, calibrating is not kernel, measured, phases)
+    return Model(kernel, digest != target.config["kernel"]["sha256"], measured, phases)
 
 
 def predictions(model: Model, config: dict[str, Any]) -> list[Prediction]:
@@ -119,11 +118,12 @@ def _heads(target: Target) -> tuple[int, int]:
 def _report(
     target: Target, source: str, targets: Sequence[Target], evidence: Path, listing: Path
 ) -> tuple[sources.Measured, str]:
-    """The report to calibrate on, and the hash of its kernel's source."""
-    found = {}
+    """The report to calibrate on, and the hash of its kernel's source. Reports of other cells than a target's are left out."""
+    found, grids = {}, {known.name: known.sections["workloads"] for known in targets}
     for name in (name for names in sources.listing(listing) for name in names):
         report = json.loads((evidence / name).read_bytes())
-        if Path(report["builds"]["candidate"]["source"]).name == source:
+        own_cells = report["target"]["sections"].get("workloads") == grids.get(report["target"]["name"])
+        if own_cells and Path(report["builds"]["candidate"]["source"]).name == source:
             found[name] = str(report["builds"]["candidate"]["source_sha256"])
     if not found:
         raise UserError(f"target {target.name}: no report of {source} on any GPU: there is nothing to calibrate a model on")

@@ -33,9 +33,8 @@ import numpy.typing as npt
 from tools.evaluator.grids import Cell
 
 Counts = npt.NDArray[np.int64]
-# Blocks go back and forth over one CTA a multiprocessor, through all sections or from the start of each; or each block goes
-# to the first CTA that is free.
-Dealing = Literal["through", "apart", "free"]
+# Blocks go back and forth over one CTA a multiprocessor, from the start of each section; or to the first CTA that is free.
+Dealing = Literal["apart", "free"]
 TILE, HEAD_DIM = 128, 128  # keys of a tile (the contract's), output dimensions
 HALF_OPERATIONS = 4.0 * 64 * TILE * HEAD_DIM  # products of 64 query rows with one tile: Q K and P V
 MMA_OPERATIONS = 2.0 * 16 * 8 * 16  # of one mma m16n8k16
@@ -81,29 +80,15 @@ class Kernel:
 
 def cluster_spread(kv_heads: int, group: int, tiles: int, multiprocessors: int) -> Spread:
     """decode_cluster of unified_attn_ext.cu: clusters of 1, 2, 4 or 8 CTAs, each CTA scores one tile of a round."""
-    return _clusters(kv_heads, group, tiles, multiprocessors, 32, lambda ctas: multiprocessors // 2)
 
-
-def wide_cluster_spread(kv_heads: int, group: int, tiles: int, multiprocessors: int) -> Spread:
-    """The same of an earlier source: clusters on all multiprocessors, eight CTAs from 64 tiles on."""
-    return _clusters(kv_heads, group, tiles, multiprocessors, 64, lambda ctas: _room(ctas, multiprocessors))
-
-
-def _room(ctas: int, multiprocessors: int) -> int:
-    """Multiprocessors that can be had in clusters."""
-    return multiprocessors if ctas <= 2 else multiprocessors * 10 // 11
-
-
-def _clusters(
-    kv_heads: int, group: int, tiles: int, multiprocessors: int, tiles_for_eight: int, most: Callable[[int], int]
-) -> Spread:
     def pays(ctas: int) -> bool:
-        return tiles >= (tiles_for_eight if ctas == 8 else ctas) and kv_heads * ctas <= most(ctas)
+        return tiles >= (32 if ctas == 8 else ctas) and kv_heads * ctas <= multiprocessors // 2
 
     ctas = 1
     while ctas < (2 if group > 8 else 8) and pays(2 * ctas):
         ctas *= 2
-    return Spread(ctas, ctas, max(1, _room(ctas, multiprocessors) // ctas))
+    room = multiprocessors if ctas <= 2 else multiprocessors * 10 // 11  # that can be had in clusters
+    return Spread(ctas, ctas, max(1, room // ctas))
 
 
 def slice_spread(kv_heads: int, group: int, tiles: int, multiprocessors: int) -> Spread:
@@ -117,9 +102,6 @@ def slice_spread(kv_heads: int, group: int, tiles: int, multiprocessors: int) ->
 KERNELS = {  # the packaged ones by the name of the source
     "unified_attn_ext.cu": Kernel("apart", cluster_spread, DECODE),
     "portable_attn.cu": Kernel("free", slice_spread, (*DECODE[:2], "values_us", DECODE[2])),
-}
-EARLIER = {  # by the SHA-256 of sources that reports were made of and that are packaged no more
-    "715d99d6be2d92dedd73174060bd279575e6689cf74e6bfc1852a7993d86ba67": Kernel("through", wide_cluster_spread, DECODE),
 }
 
 
@@ -143,9 +125,8 @@ def shares(cell: Cell, heads: tuple[int, int], multiprocessors: int, dealing: De
     items = [np.repeat(order, size * group) for size in sizes]
     ctas = min(sum(map(len, items)), multiprocessors)
     if dealing != "free":
-        lists = items if dealing == "apart" else [np.concatenate(items)]
-        filled = -(-len(lists[0]) // ctas) * ctas  # every section has as many rounds as the first
-        rounds = np.concatenate([np.pad(one, (0, filled - len(one))) for one in lists]).reshape(-1, ctas)
+        filled = -(-len(items[0]) // ctas) * ctas  # every section has as many rounds as the first
+        rounds = np.concatenate([np.pad(one, (0, filled - len(one))) for one in items]).reshape(-1, ctas)
         rounds[1::2] = rounds[1::2, ::-1].copy()
         return rounds.sum(axis=0), (rounds > 0).sum(axis=0)
     free = [(0, 0)] * ctas
