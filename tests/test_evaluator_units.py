@@ -31,6 +31,7 @@ from tools.evaluator.inputs import KINDS, Draw
 from tools.evaluator.passes import CLOCK_MOST, Entry, Inputs, Mismatch, Passes, Racer, allowance_ms, clock_problem
 from tools.evaluator.protocol import Channel, ChannelClosed, ChannelGarbage, ChannelTimeout
 from tools.evaluator.quiet import Quiet
+from tools.evaluator.race import Race
 from tools.evaluator.runner import Call, Runner, WorkerFailure
 from tools.evaluator.statistics import geometric_mean, median, median_interval
 from tools.evaluator.timing import EFFORTS, MOST_CALLS, Timer, floor_us, kept_accuracy, kept_us, lengths_of, of_session
@@ -418,6 +419,17 @@ def test_the_profiler_keeps_its_lock_where_the_confined_process_may_write(tmp_pa
     found = counters.read(tmp_path / "kernel.so", [], (8, 2), {})
     folder, scratch = found["note"].removeprefix("unavailable: ==ERROR== ").split()
     assert folder == scratch != tempfile.gettempdir() and not Path(scratch).exists()
+
+
+def test_a_library_is_profiled_once() -> None:
+    """Incumbent, twin and often the root are one library; the candidate is seen even where it is that library too."""
+    bench = Race.__new__(Race)
+    built = {"candidate": "a", "root": "a", "incumbent": "b", "twin": "b"}
+    bench.builds = {name: SimpleNamespace(library_sha256=digest) for name, digest in built.items()}  # type: ignore[misc]
+    racers: list[Any] = [SimpleNamespace(name=name) for name in ("candidate", "root", "incumbent", "twin", "fa3")]
+    assert [racer.name for racer in bench._different(racers)] == ["candidate", "root", "incumbent", "fa3"]
+    bench.builds["root"].library_sha256 = "b"  # type: ignore[misc]
+    assert [racer.name for racer in bench._different(racers)] == ["candidate", "root", "fa3"]
 
 
 def test_kernels_of_a_trace() -> None:
