@@ -421,6 +421,21 @@ def test_the_profiler_keeps_its_lock_where_the_confined_process_may_write(tmp_pa
     assert folder == scratch != tempfile.gettempdir() and not Path(scratch).exists()
 
 
+def test_a_stand_in_counts_the_targets_multiprocessors() -> None:
+    """Every call of a runner, but those that say themselves how many."""
+    arena = Arena("cpu", 1 << 20)
+    runner = Runner("candidate", arena, 30.0)
+    try:
+        q, k, v, o = (arena.empty((1, 1, 1, 128)) for _ in range(4))
+        own, said = Call("decode", q, k, v, o), Call("decode", q, k, v, o, num_sms=16)
+        for told, expected in ((0, [0, 16]), (78, [78, 16])):
+            runner.multiprocessors = told
+            assert [runner._encode(call)["num_sms"] for call in (own, said)] == expected
+    finally:
+        runner.kill()
+        arena.close()
+
+
 def test_a_library_is_profiled_once() -> None:
     """Incumbent, twin and often the root are one library; the candidate is seen even where it is that library too."""
     bench = Race.__new__(Race)

@@ -230,6 +230,9 @@ class Judge(Race):
         if missing := self.baselines.missing_library():
             self.record["notes"].append(missing)
         context = self._context(self.seed)
+        if self.record["compatibility"]:  # what is shared out is shared out as on the target
+            wanted = self.runners["candidate"].multiprocessors = int(self.target.config["target"]["multiprocessors"])
+            self.record["notes"].append(f"in the correctness checks every call was told of {wanted} multiprocessors")
         try:
             for name, item in CHECKS.items():
                 if (not self.options.only or name in self.options.only) and (name != "hidden" or self.guards.on("hidden")):
@@ -240,6 +243,7 @@ class Judge(Race):
                 problem.status, problem.worker, f"{context.tally.name}, {context.label}: {problem.message}"
             ) from None
         finally:
+            self.runners["candidate"].multiprocessors = 0
             if self.diverged is not None and self.diverged.found is not None:
                 self._save_case(self.diverged.found)
             every = [*context.tallies, context.witnessed, context.untouched]

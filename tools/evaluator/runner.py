@@ -86,7 +86,8 @@ class Call:
 class Runner:
     """One worker. `name` is its role in the report (candidate, witness, root, incumbent, or a provider's name).
 
-    trusted: it may map closed chunks. waited_s: how long the judge waited for its replies and its end.
+    trusted: it may map closed chunks. waited_s: how long the judge waited for its replies and its end. multiprocessors: of
+    every call that does not say how many to use; 0 for the device's.
     """
 
     def __init__(
@@ -102,6 +103,7 @@ class Runner:
         self.name = name
         self.trusted = name != "candidate" if trusted is None else trusted
         self.waited_s = 0.0
+        self.multiprocessors = 0
         self._guards = guards
         self._arena, self._timeout_s = arena, timeout_s
         self._opened: set[int] = set()
@@ -303,7 +305,7 @@ class Runner:
             **call.refs,
             "max_seqlen": call.max_seqlen,
             "workspace": ref(self._workspace),
-            "num_sms": call.num_sms,
+            "num_sms": call.num_sms or self.multiprocessors,
             "num_threads": call.num_threads,
         }
 
