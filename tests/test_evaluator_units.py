@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
+import itertools
 import json
 import math
 import os
@@ -21,17 +23,16 @@ from rich.console import Console
 
 from tools.core.config import load_target
 from tools.core.errors import UserError
-from tools.evaluator import counters, objective, oracle, report, table
+from tools.evaluator import counters, dispatch, objective, oracle, report, table
 from tools.evaluator.arena import Arena, Mapping
 from tools.evaluator.compare import poison_, snapshot, unchanged, unwritten, words_differ
-from tools.evaluator.device import kernels_of
+from tools.evaluator.device import REPLAY, kernels_of, within
 from tools.evaluator.grids import cells
 from tools.evaluator.guards import Guards
 from tools.evaluator.inputs import KINDS, Draw
 from tools.evaluator.passes import CLOCK_MOST, Entry, Inputs, Mismatch, Passes, Racer, allowance_ms, clock_problem
 from tools.evaluator.protocol import Channel, ChannelClosed, ChannelGarbage, ChannelTimeout
 from tools.evaluator.quiet import Quiet
-from tools.evaluator.race import Race
 from tools.evaluator.runner import Call, Runner, WorkerFailure
 from tools.evaluator.statistics import geometric_mean, median, median_interval
 from tools.evaluator.timing import EFFORTS, MOST_CALLS, Timer, floor_us, kept_accuracy, kept_us, lengths_of, of_session
@@ -436,15 +437,70 @@ def test_a_stand_in_counts_the_targets_multiprocessors() -> None:
         arena.close()
 
 
-def test_a_library_is_profiled_once() -> None:
-    """Incumbent, twin and often the root are one library; the candidate is seen even where it is that library too."""
-    bench = Race.__new__(Race)
-    built = {"candidate": "a", "root": "a", "incumbent": "b", "twin": "b"}
-    bench.builds = {name: SimpleNamespace(library_sha256=digest) for name, digest in built.items()}  # type: ignore[misc]
-    racers: list[Any] = [SimpleNamespace(name=name) for name in ("candidate", "root", "incumbent", "twin", "fa3")]
-    assert [racer.name for racer in bench._different(racers)] == ["candidate", "root", "incumbent", "fa3"]
-    bench.builds["root"].library_sha256 = "b"  # type: ignore[misc]
-    assert [racer.name for racer in bench._different(racers)] == ["candidate", "root", "fa3"]
+def test_replays_of_one_trace_are_told_apart() -> None:
+    spans = [{"cat": "user_annotation", "name": f"{REPLAY} {n}", "ts": 100.0 * n, "dur": 50.0} for n in range(3)]
+    kernels = [{"cat": "kernel", "name": name, "ts": ts, "dur": 9.0} for name, ts in (("a", 10.0), ("b", 101.0), ("c", 160.0))]
+    events = [*spans, *kernels, {"cat": "cpu_op", "name": "no time"}]
+    names = [[e["name"] for e in within(events, f"{REPLAY} {n}") if e.get("cat") == "kernel"] for n in range(4)]
+    assert names == [["a"], ["b"], [], []]
+
+
+class Watched:
+    """A worker whose profiler names the cells that it replays."""
+
+    trusted = True
+
+    def __init__(self, fails: str = "") -> None:
+        self.fails, self.sessions, self.captured = fails, [], {}  # type: ignore[var-annotated]
+
+    def alive(self) -> bool:
+        return True
+
+    def capture(self, calls: list[Call], route: str | None) -> int:
+        self.captured[len(self.captured)] = calls[0].q
+        return len(self.captured) - 1
+
+    def replay_all(self, graph: int) -> None:
+        if self.captured[graph] == self.fails:
+            raise WorkerFailure("RUNTIME_ERROR", "x", "gone")
+
+    def profile(self, graphs: list[int]) -> list[dict[str, Any]]:
+        self.sessions.append([self.captured[graph] for graph in graphs])
+        return [{"kernels": [{"name": self.captured[graph]}], "note": ""} for graph in graphs]
+
+    def drop(self, graph: int) -> None:
+        pass
+
+
+def test_dispatch_takes_cells_together_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The candidate in every cell, a library in the first and last of each kind; a failure leaves its session without kernels."""
+    wanted = cells(load_target("h200").config["workloads"])
+    wanted = [cell for cell in wanted if cell.kind == "decode" and cell.batch < 8]
+    monkeypatch.setattr(dispatch, "Draw", lambda *words: None)
+    monkeypatch.setattr(dispatch, "BATCH_BYTES", 5 * wanted[0].input_bytes(32, 8) + wanted[1].input_bytes(32, 8))
+    timer: Any = SimpleNamespace(
+        device="cuda",
+        heads=(32, 8),
+        sets=lambda cell, *rest, **more: [(cell.name, None, None)],
+        outputs=lambda *rest, **more: [None],
+    )
+    arena: Any = SimpleNamespace(device="cuda", scope=contextlib.nullcontext)
+    record = {"route": None}
+    measured = [
+        {"name": cell.name, "modes": {"cold": {"kernels": {"candidate": record}, "baselines": {"fa3": record}}}}
+        for cell in wanted
+    ]
+    ours, theirs = Watched(fails=wanted[2].name), Watched()
+    confined: Any = Watched()
+    racers = [Racer("candidate", confined), Racer("fa3", theirs, fixed=False)]  # type: ignore[arg-type]
+    found = dispatch.observe(timer, arena, wanted, racers, measured, lambda text: None, lambda name: ours)  # type: ignore[arg-type,return-value]
+    assert not confined.captured
+    assert set(found) == {cell.name for cell in wanted} and len(ours.sessions) > 1
+    assert sorted(itertools.chain(*theirs.sessions)) == sorted([wanted[0].name, wanted[-1].name])
+    seen = {name: kinds["candidate"] for name, kinds in found.items()}
+    assert "gone" in seen[wanted[2].name]["note"] and not seen[wanted[2].name]["kernels"]
+    told = [name for name, one in seen.items() if one["kernels"] == [{"name": name}]]
+    assert sorted(told) == sorted(itertools.chain(*ours.sessions))
 
 
 def test_kernels_of_a_trace() -> None:

@@ -24,6 +24,7 @@ from typing import Any
 
 Thunk = Callable[[Any], Any]
 WARM_THUNKS = 4  # more calls than this in one graph are all alike
+REPLAY = "areal-tik replay"  # name of a stretch of host code in a profiler's trace
 
 
 @dataclass
@@ -73,7 +74,7 @@ class CpuDevice:
     def release(self, graph: Graph) -> None:
         graph.outputs.clear()
 
-    def profile(self, graph: Graph) -> dict[str, Any]:
+    def profile(self, graphs: list[Graph]) -> list[dict[str, Any]]:
         raise NotImplementedError("kernels are observed on CUDA devices only")
 
 
@@ -160,24 +161,35 @@ class CudaDevice:
         """Profile nothing once: loads the profiler's libraries."""
         thunk: Thunk = lambda stream: self._torch.zeros(1, device="cuda")  # noqa: E731
         graph = self.capture([thunk])
-        self.profile(graph)
+        self.profile([graph])
         self.release(graph)
 
-    def profile(self, graph: Graph) -> dict[str, Any]:
-        """Kernels of one replay: name, launches, grid, block, registers, shared bytes, share of the GPU time."""
+    def profile(self, graphs: list[Graph]) -> list[dict[str, Any]]:
+        """Kernels of one replay of each: name, launches, grid, block, registers, shared bytes, share of the GPU time.
+
+        In one session of the profiler, since starting and ending one takes a second.
+        """
         torch = self._torch
         activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*Profiler clears events.*")  # one cycle is all there is
             with torch.profiler.profile(activities=activities) as profiler:
-                self.replay(graph, 1)
+                for number, graph in enumerate(graphs):
+                    with torch.profiler.record_function(f"{REPLAY} {number}"):
+                        self.replay(graph, 1)  # and its end awaited
         with tempfile.TemporaryDirectory() as folder:
             path = os.path.join(folder, "trace.json")
             profiler.export_chrome_trace(path)
             with open(path) as file:
                 events = json.load(file).get("traceEvents", [])
-        kernels = kernels_of(events)
-        return {"kernels": kernels, "note": "" if kernels else "the profiler reported no kernels"}
+        found = [kernels_of(within(events, f"{REPLAY} {number}")) for number in range(len(graphs))]
+        return [{"kernels": kernels, "note": "" if kernels else "the profiler reported no kernels"} for kernels in found]
+
+
+def within(events: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
+    """The events of a profiler's trace that begin while the stretch of host code with that name runs."""
+    spans = [(e["ts"], e["ts"] + e["dur"]) for e in events if e.get("cat") == "user_annotation" and e.get("name") == name]
+    return [event for event in events if any(start <= event.get("ts", -1.0) <= end for start, end in spans)]
 
 
 def kernels_of(events: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -6,7 +6,7 @@ Observed after all timing, since a profiler changes what it watches. Nothing her
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +18,9 @@ from tools.evaluator.runner import Call, Runner, WorkerFailure
 from tools.evaluator.timing import Timer
 
 BUDGET_S = 25.0
+BATCH_BYTES = 8 << 30  # of tensors in one session
+
+Timed = tuple[Cell, dict[str, Any]]  # a cell, and what was measured of one racer in it
 
 
 def observe(
@@ -29,10 +32,10 @@ def observe(
     progress: Callable[[str], None],
     fresh: Callable[[str], Runner],
 ) -> dict[str, Any]:
-    """cell -> racer -> {"route", "kernels", "note"}, the smallest and largest cells of each kind first; {} on the CPU.
+    """cell -> racer -> {"route", "kernels", "note"}; {} on the CPU. Of a library the smallest and largest cells of each kind.
 
-    racers: without those that run what another one runs, which would show the same. fresh: starts a worker of a kernel
-    library that may be profiled: one that is confined cannot load a profiler any more.
+    racers: the candidate and the libraries. fresh: starts a worker of the candidate that may be profiled: one that is
+    confined cannot load a profiler any more.
     """
     if arena.device == "cpu":
         return {}
@@ -44,22 +47,37 @@ def observe(
     ]
     records = {cell["name"]: cell["modes"]["cold"] for cell in measured}
     found: dict[str, Any] = {}
-    racers = [_profiled(racer, fresh) for racer in racers]
     start = time.monotonic()
-    for cell in dict.fromkeys([*ends, *cells]):
-        if time.monotonic() - start > BUDGET_S:
-            break
-        progress(cell.name)
-        for racer in racers:
-            record = records[cell.name]["kernels" if racer.fixed else "baselines"].get(racer.name)
-            if record is None or not racer.runner.alive() or (cell not in ends and racer.name != "candidate"):
-                continue
+    for racer in (_profiled(racer, fresh) for racer in racers):
+        wanted = [
+            (cell, record)
+            for cell in dict.fromkeys([*ends, *cells])
+            if (record := records[cell.name]["kernels" if racer.fixed else "baselines"].get(racer.name)) is not None
+            and (racer.fixed or cell in ends)
+        ]
+        for batch in _batches(wanted, timer.heads):
+            if time.monotonic() - start > BUDGET_S or not racer.runner.alive():
+                break
+            progress(f"{racer.name}: {batch[0][0].name}")
             with arena.scope():
-                found.setdefault(cell.name, {})[racer.name] = {
-                    "route": record["route"],
-                    **_profile(timer, cell, racer, record["route"]),
-                }
+                for (cell, record), seen in zip(batch, _profile(timer, batch, racer), strict=True):
+                    found.setdefault(cell.name, {})[racer.name] = {"route": record["route"], **seen}
     return found
+
+
+def _batches(wanted: list[Timed], heads: tuple[int, int]) -> Iterator[list[Timed]]:
+    """Cells whose tensors lie side by side in a session of the profiler."""
+    batch: list[Timed] = []
+    room = BATCH_BYTES
+    for cell, record in wanted:
+        size = cell.input_bytes(*heads) + cell.output_bytes(heads[0])
+        if batch and size > room:
+            yield batch
+            batch, room = [], BATCH_BYTES
+        batch.append((cell, record))
+        room -= size
+    if batch:
+        yield batch
 
 
 def _profiled(racer: Racer, fresh: Callable[[str], Runner]) -> Racer:
@@ -72,15 +90,19 @@ def _profiled(racer: Racer, fresh: Callable[[str], Runner]) -> Racer:
         return racer
 
 
-def _profile(timer: Timer, cell: Cell, racer: Racer, route: str | None) -> dict[str, Any]:
+def _profile(timer: Timer, batch: list[Timed], racer: Racer) -> list[dict[str, Any]]:
+    """{"kernels", "note"} of one call of each cell."""
+    graphs: list[int] = []
     try:
-        draw, closed = Draw(1, f"dispatch:{cell.name}", timer.device), racer.runner.trusted
-        sets = timer.sets(cell, 1, draw, racer.layout, closed=closed)
-        calls = [Call(cell.entry, *sets[0], timer.outputs(cell, 1, closed=closed)[0])]
-        graph = racer.runner.capture(calls, route=route)
-        racer.runner.replay_all(graph)
-        seen = racer.runner.profile(graph)
-        racer.runner.drop(graph)
+        for cell, record in batch:
+            draw, closed = Draw(1, f"dispatch:{cell.name}", timer.device), racer.runner.trusted
+            sets = timer.sets(cell, 1, draw, racer.layout, closed=closed)
+            calls = [Call(cell.entry, *sets[0], timer.outputs(cell, 1, closed=closed)[0])]
+            graphs.append(racer.runner.capture(calls, route=record["route"]))
+            racer.runner.replay_all(graphs[-1])
+        seen = racer.runner.profile(graphs)
+        for graph in graphs:
+            racer.runner.drop(graph)
     except WorkerFailure as problem:
-        return {"kernels": [], "note": f"unavailable: {problem.message}"}
-    return {"kernels": seen.get("kernels", []), "note": seen.get("note", "")}
+        return [{"kernels": [], "note": f"unavailable: {problem.message}"} for _ in batch]
+    return [{"kernels": one.get("kernels", []), "note": one.get("note", "")} for one in seen]

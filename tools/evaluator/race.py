@@ -63,19 +63,12 @@ class Race(Bench):
         report.add_ratios(found)
         if self.record["dispatch"] is None and self.options.observed:
             with self._stage("dispatch"):
+                seen = [racer for racer in racers if racer.name not in RACING[1:]]
                 self.record["dispatch"] = dispatch.observe(
-                    timer, self.arena, self.cells, self._different(racers), found, self._progress, self._profiled
+                    timer, self.arena, self.cells, seen, found, self._progress, self._profiled
                 )
                 self.record["counters"] = self._counters()
         return found
-
-    def _different(self, racers: list[Racer]) -> list[Racer]:
-        """The candidate, the baselines, and of root, incumbent and twin the first of each library."""
-        first: dict[str, Racer] = {}
-        for racer in racers:
-            own = racer.name in self.builds and racer.name != "candidate"
-            first.setdefault(self.builds[racer.name].library_sha256 if own else racer.name, racer)
-        return list(first.values())
 
     def _counters(self) -> dict[str, Any]:
         if self.device != "cuda" or self.options.cases == "quick":

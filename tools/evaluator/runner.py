@@ -404,8 +404,12 @@ class Runner:
         """Fill a provider's own captured outputs with NaN."""
         self.request("poison", graph=graph)
 
-    def profile(self, graph: int) -> dict[str, Any]:
-        return self.request("profile", graph=graph)
+    def profile(self, graphs: list[int]) -> list[dict[str, Any]]:
+        """What the worker's profiler saw of one replay of each graph, or of none where it answers rubbish."""
+        found = self.request("profile", graphs=graphs).get("replays")
+        if isinstance(found, list) and len(found) == len(graphs) and all(isinstance(one, dict) for one in found):
+            return found
+        return [{} for _ in graphs]
 
     def drop(self, graph: int) -> None:
         self._passes.pop(graph, None)

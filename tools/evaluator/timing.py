@@ -163,7 +163,7 @@ class Timer:
     ) -> None:
         self._arena, self._target, self._limits = arena, target, limits
         self.device = arena.device
-        self._heads, self._tile, self._seed, self._effort = heads, tile, seed, effort
+        self.heads, self._tile, self._seed, self._effort = heads, tile, seed, effort
         self._witness, self._guards = witness, guards
         self._progress = progress or (lambda text: None)
         self._quiet = open_quiet(arena, int(target["l2_bytes"]))
@@ -173,7 +173,7 @@ class Timer:
     def sets(self, cell: Cell, sets: int, draw: Draw, layout: str, *, closed: bool = True) -> list[tuple[Any, Any, Any]]:
         """`sets` sets of q, k, v [B,H,S,128] in the storage order that a baseline wants."""
         order = (0, 1, 2, 3, 4) if layout == "bhsd" else (0, 1, 3, 2, 4)
-        heads_q, heads_kv = self._heads
+        heads_q, heads_kv = self.heads
         shapes = [(sets, cell.batch, heads, size, 128) for heads, size in ((heads_q, cell.rows), *[(heads_kv, cell.keys)] * 2)]
         tensors = [self._arena.empty(shape, order=order, closed=closed) for shape in shapes]
         for tensor in tensors:
@@ -183,7 +183,7 @@ class Timer:
     def outputs(self, cell: Cell, count: int, *, closed: bool) -> Any:
         """Poisoned outputs [count, B, Hq, Sq, 128]."""
         found = self._arena.empty(
-            (count, cell.batch, self._heads[0], cell.rows, 128), closed=closed and self._guards.on("closed")
+            (count, cell.batch, self.heads[0], cell.rows, 128), closed=closed and self._guards.on("closed")
         )
         poison_(found)
         return found
@@ -203,7 +203,7 @@ class Timer:
         }
         racing = [racer for racer in racers if cell.phase in racer.phases and (racer.fixed or racer.runner.alive())]
         for mode in modes:
-            if mode == "hot" and cell.input_bytes(*self._heads) > 2 * self._target["l2_bytes"]:
+            if mode == "hot" and cell.input_bytes(*self.heads) > 2 * self._target["l2_bytes"]:
                 record["modes"]["hot"] = {"same_as": "cold"}
                 continue
             self._progress(f"{cell.name} {mode}")
@@ -221,11 +221,11 @@ class Timer:
         raise AssertionError
 
     def _mode(self, cell: Cell, mode: str, racers: list[Racer]) -> dict[str, Any]:
-        count, count_sets = lengths_of(cell, mode, self._heads, self._target, self._effort, self.device)
+        count, count_sets = lengths_of(cell, mode, self.heads, self._target, self._effort, self.device)
         if not self._guards.on("cold"):
             count_sets = 1
         draw = Draw(self._seed, f"timing:{cell.name}:{mode}", self._arena.device)
-        inputs = Inputs(self._arena, cell, self._heads, count_sets, draw, self._guards)
+        inputs = Inputs(self._arena, cell, self.heads, count_sets, draw, self._guards)
         passes = Passes(self._arena, cell, mode, inputs, self._witness, self._quiet, self._guards)
         theirs = {
             layout: self.sets(cell, count_sets, draw, layout)
@@ -249,8 +249,8 @@ class Timer:
         record: dict[str, Any] = {
             "same_as": None,
             "calls": count,
-            "floor_us": floor_us(cell, self._heads, self._target, mode),
-            "unique_bytes": cell.input_bytes(*self._heads) * count_sets,
+            "floor_us": floor_us(cell, self.heads, self._target, mode),
+            "unique_bytes": cell.input_bytes(*self.heads) * count_sets,
             "kernels": {},
             "baselines": {},
             "lost": lost,
@@ -385,7 +385,7 @@ class Timer:
         return oracle.summarise(parts)
 
     def _refuse_impossible(self, cell: Cell, mode: str, entry: Entry, usual_ms: float) -> None:
-        floor = floor_us(cell, self._heads, self._target, mode)
+        floor = floor_us(cell, self.heads, self._target, mode)
         taken = entry.record["median_us"]
         problem = None
         if taken < floor and self._guards.on("floor"):

@@ -214,8 +214,8 @@ class Worker:
         self._device.synchronize()
         return {}
 
-    def do_profile(self, graph: int) -> dict[str, Any]:
-        return dict(self._device.profile(self._graphs[graph]))
+    def do_profile(self, graphs: list[int]) -> dict[str, Any]:
+        return {"replays": self._device.profile([self._graphs[graph] for graph in graphs])}
 
     def do_drop(self, graph: int) -> dict[str, Any]:
         found = self._graphs.pop(graph, None)
