@@ -207,7 +207,9 @@ def operators_config(gpu: str) -> Path:
     path = EXPERIMENTAL / gpu / "operators.yaml"
     if not path.is_file():
         known = ", ".join(sorted(p.parent.name for p in EXPERIMENTAL.glob("*/operators.yaml")))
-        raise UserError(f"target {gpu} has an attention kernel only: its other operators do not exist yet (they do for: {known})")
+        raise UserError(
+            f"target {gpu} has an attention kernel only: its other operators do not exist yet (they do for: {known})"
+        )
     return path
 
 
