@@ -4,7 +4,7 @@
     y = layers.linear(x, weight, bias); y.sum().backward()
 
 What backward is used, so that nobody mistakes it for aligned arithmetic: linear layers multiply the output's gradient in
-bf16 with torch's own product; attention recomputes its weights from the forward's log-sum-exp, in fp32; every other operator
+fp32 with torch's own product; attention recomputes its weights from the forward's log-sum-exp, in fp32; every other operator
 is written once more in plain torch, in fp32, and torch differentiates that. Gradients are therefore those of the exact
 function to rounding (bf16's roundings count as identity), they repeat on one machine as torch's own do, and they are no part
 of the contract: bits are promised for the forward pass alone.
@@ -34,9 +34,9 @@ class Layers:
         self.operators = operators
         self.kernel = kernel
 
-    def embedding(self, table: Tensor, ids: Tensor) -> Tensor:
-        """Rows of table at ids."""
-        return _run(lambda t: self.operators.embedding(t, ids), lambda t: functional.embedding(ids, t), table)
+    def embedding(self, table: Tensor, ids: Tensor, padding: int | None = None) -> Tensor:
+        """Rows of table at ids; the row of the token `padding` gets no gradient."""
+        return _run(lambda t: self.operators.embedding(t, ids), lambda t: functional.embedding(ids, t, padding), table)
 
     def add(self, a: Tensor, b: Tensor) -> Tensor:
         """a + b."""
@@ -153,13 +153,13 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         x, weight = ctx.saved_tensors
-        rows = gradient.reshape(-1, gradient.shape[-1])
+        rows = gradient.reshape(-1, gradient.shape[-1]).float()
         _, for_x, for_weight, for_bias = ctx.needs_input_grad
         return (
             None,
-            gradient @ weight if for_x else None,
-            rows.T @ x.reshape(-1, x.shape[-1]) if for_weight else None,
-            rows.float().sum(0).to(gradient.dtype) if for_bias else None,
+            (rows @ weight.float()).to(x.dtype).view(x.shape) if for_x else None,
+            (rows.T @ x.reshape(-1, x.shape[-1]).float()).to(weight.dtype) if for_weight else None,
+            rows.sum(0).to(weight.dtype) if for_bias else None,
         )
 
 

@@ -112,7 +112,7 @@ def _linear(self: Any, x: Tensor) -> Tensor:
 
 
 def _embedding(self: Any, ids: Tensor) -> Tensor:
-    return self._aligned.run(self, "embedding", self.weight, ids)  # type: ignore[no-any-return]
+    return self._aligned.run(self, "embedding", self.weight, ids, self.padding_idx)  # type: ignore[no-any-return]
 
 
 def _norm(self: Any, x: Tensor) -> Tensor:
@@ -368,8 +368,8 @@ def _examine_module(name: str, module: Any, config: Any) -> None:
         _examine_attention(name, module, config)
     if role == "RotaryEmbedding" and module.rope_type != "default":
         raise UserError(f"{name}: rope of type {module.rope_type!r} is not supported")
-    if role == "SparseMoeBlock" and getattr(module, "jitter_noise", 0):
-        raise UserError(f"{name}: router noise of {module.jitter_noise} is not supported")
+    if noise := getattr(module, "jitter_noise", None):
+        raise UserError(f"{name}: router noise of {noise} is not supported")
 
 
 def _examine_attention(name: str, module: Any, config: Any) -> None:
