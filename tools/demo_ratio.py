@@ -6,8 +6,8 @@
 A small model with random weights answers random prompts; tokens are sampled once, with the unified operators. Then both sides,
 unified and transformers' own forward, compute the log-probabilities of these tokens twice: decoding with a cache, as a rollout
 does, and in one pass, as a trainer does. A step is forward, backward and AdamW, with and without the old-log-probability pass;
-its backward is torch's on both sides. Times of small models on a CPU say nothing about a GPU. Exit codes: 0, 2 (one line says
-why), 130.
+the standard side's backward multiplies in bf16, ours in fp32, so compare steps within a column. Times of small models on a CPU
+say nothing about a GPU. Exit codes: 0, 2 (one line says why), 130.
 """
 
 from __future__ import annotations
