@@ -13,7 +13,7 @@ from torch import nn
 
 from tools.aligned.cache import KVCache
 from tools.aligned.gradients import Layers
-from tools.aligned.operators import load_operators
+from tools.aligned.operators import Operators, load_operators
 from tools.aligned.trace import first_difference, recorded, words
 from tools.core.errors import UserError
 from tools.load_kernel import load_kernel
@@ -212,6 +212,24 @@ def test_the_tracer_names_the_operator(layers: Layers, family: str, operator: st
     assert found is not None and found.startswith(f"{name}: sequence 0, position 9, element 7: 0x"), found
 
 
+def test_the_tracer_names_a_wrong_cache_write(layers: Layers) -> None:
+    """A word of the cache that is not the row's."""
+
+    class Faulty(Operators):
+        def cache_write(self, x: Tensor, cache: Tensor, sequence: Tensor, position: Tensor) -> None:
+            super().cache_write(x, cache, sequence, position)
+            if len(x) <= 2:
+                words(cache)[sequence[-1], 0, position[-1], 3] ^= 1
+
+    built = layers.operators.built
+    assert built is not None
+    faulty = Layers(Faulty(built.library, layers.operators.target), layers.kernel)
+    found = traced(patch_model(small_model("qwen3", seed=3), layers=faulty))
+    assert found is not None and found.startswith(
+        "model.layers.0.self_attn cache write, k: sequence 1, position 9, element 3: "
+    )
+
+
 def test_the_tracer_refuses_what_it_cannot_compare(model: Any, qwen3: Any) -> None:
     with pytest.raises(UserError, match="not patched"), recorded(qwen3):
         pass
@@ -252,6 +270,19 @@ def test_a_training_step(model: Any) -> None:
     assert not equal_bits(before, after)  # other weights
     assert equal_bits(replay(model, prompts, responses), after)
     assert torch.cat(after).mean() < torch.cat(before).mean()
+
+
+def test_gradient_checkpointing_changes_nothing(qwen3: Any) -> None:
+    """Layers that run again in the backward pass give the same gradients."""
+    patch_model(qwen3).train()
+    found = []
+    for checkpointing in (False, True):
+        if checkpointing:
+            qwen3.activation_checkpointing_enable()
+        qwen3.zero_grad()
+        qwen3(input_ids=IDS, labels=IDS).loss.backward()
+        found.append([p.grad.clone() for p in qwen3.parameters()])
+    assert equal_bits(*found) and all(bool(gradient.any()) for gradient in found[0])
 
 
 # -------------------------------------------------------------------------------------------------------------- refusals
@@ -382,9 +413,12 @@ IDS = torch.tensor([[1, 2, 3], [4, 5, 6]])
         ({"attention_mask": torch.zeros(2, 1, 3, 3)}, "attention_mask has shape"),
         ({"position_ids": torch.tensor([[0, 1, 0]])}, "packed sequences are not supported"),
         ({"cache": object()}, "cache is a object"),
+        ({"attention_mask": torch.tensor([[1, 1, 0], [1, 1, 1]]), "cache": "static"}, "hides tokens beside a cache"),
     ],
 )
 def test_calls_that_would_not_agree_are_refused(model: Any, options: dict[str, Any], message: str) -> None:
+    if options.get("cache") == "static":
+        options = {**options, "cache": KVCache(model, 2, 8)}
     with pytest.raises(UserError, match=message), torch.no_grad():
         model(input_ids=IDS, **options)
 
@@ -415,6 +449,8 @@ def test_copies_and_the_way_back(qwen3: Any) -> None:
     assert aligned_of(twin) is not aligned_of(qwen3) and aligned_of(twin.model).root is twin
     twin.lm_head.weight.mul_(2)
     assert equal_bits([qwen3(input_ids=IDS).logits], [patched]) and equal_bits([twin(input_ids=IDS).logits], [patched * 2])
+    patch_model(qwen3)  # once more changes nothing, and is undone with the first
+    assert equal_bits([qwen3(input_ids=IDS).logits], [patched])
     assert equal_bits([unpatch_model(qwen3)(input_ids=IDS).logits], [standard])
     assert equal_bits([twin(input_ids=IDS).logits], [patched * 2])
     with pytest.raises(UserError, match="not patched"):

@@ -71,6 +71,12 @@ class KVCache:
         operators.cache_write(k[kept], self.k[layer], sequence, position)
         operators.cache_write(v[kept], self.v[layer], sequence, position)
 
+    def held(self, layer: int, rows: int) -> tuple[Tensor, Tensor]:
+        """What k and v hold now at the places of the forward's rows: [B, rows, H_KV, 128] each."""
+        places = (self.lengths[:, None].long() + torch.arange(rows)).clamp(max=self.capacity - 1)
+        sequence = torch.arange(len(places))[:, None]
+        return self.k[layer][sequence, :, places], self.v[layer][sequence, :, places]
+
     def finish(self) -> None:
         """End a forward: its rows count from now on."""
         assert self.counts is not None

@@ -55,7 +55,8 @@ class Aligned:
         self.modules = dict(root.named_modules())
         self.names = {id(module): name for name, module in self.modules.items()}
         self.root = root
-        self.before: str = root.config._attn_implementation  # the attention that unpatch_model puts back
+        patched = getattr(root, "_aligned", None)  # the attention that unpatch_model puts back:
+        self.before: str = root.config._attn_implementation if patched is None else patched.before
         self.trace: Trace | None = None
 
     @property
@@ -199,16 +200,20 @@ def attention_interface(
     if attention_mask is not None:
         raise UserError(f"{aligned.names.get(id(module))}: attention takes no mask")
     layers, kernel, layer = aligned.layers, aligned.layers.kernel, module.layer_idx
+    held = (key.transpose(1, 2), value.transpose(1, 2))  # what the cache holds of these rows afterwards
     if cache is None:
         out = layers.prefill(query, key, value)
     elif isinstance(cache, KVCache):
-        cache.write(layers.operators, layer, key.transpose(1, 2), value.transpose(1, 2))
+        cache.write(layers.operators, layer, *held)
+        if aligned.trace is not None:
+            held = cache.held(layer, query.shape[2])
         out = _cached(kernel, query, key, value, cache, layer)
     else:
         empty = cache.get_seq_length(layer) == 0
         keys, values = cache.update(key, value, layer)
         out = layers.prefill(query, key, value) if empty else attend(kernel, query, keys, values, whole=False)
-    aligned.note(module, "attention", out)
+    for name, rows in (("cache write, k", held[0]), ("cache write, v", held[1]), ("attention", out)):
+        aligned.note(module, name, rows)
     return out, None
 
 
@@ -288,7 +293,7 @@ def _check_mask(mask: Tensor | None, batch: int, rows: int, cache: Any) -> Tenso
         raise UserError(f"attention_mask has shape {list(mask.shape)}, not [batch, length]")
     if bool((mask != 0).all()):
         return None
-    if cache is not None and (isinstance(cache, KVCache) or cache.get_seq_length()):
+    if cache is not None:
         raise UserError("attention_mask hides tokens beside a cache: give KVCache.expect the rows that count")
     if mask.shape[1] != rows or bool(((mask[:, 1:] != 0) & (mask[:, :-1] == 0)).any()) or not bool((mask[:, 0] != 0).all()):
         raise UserError("attention_mask hides tokens before others: pad on the right")
