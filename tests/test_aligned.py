@@ -20,9 +20,10 @@ from tools.load_kernel import load_kernel
 
 pytest.importorskip("transformers", reason="transformers is not installed (it needs Python 3.11): pip install '.[models]'")
 
-from tools.aligned import families, patch, rollout
+from tools.aligned import families, forwards, rollout
 from tools.aligned.families import SHAPES, small_model
-from tools.aligned.patch import ATTENTION, aligned_of, patch_model, unpatch_model
+from tools.aligned.forwards import ATTENTION
+from tools.aligned.patch import aligned_of, patch_model, unpatch_model
 from tools.aligned.reuse import AuditedReuse, BitMismatch, Rollout, record, weights_digest
 from tools.aligned.rollout import equal_bits, full_logits, generate, padded, replay, replay_logits, score
 from tools.demo_ratio import main as demo
@@ -228,6 +229,18 @@ def test_the_tracer_names_a_wrong_cache_write(layers: Layers) -> None:
     assert found is not None and found.startswith(
         "model.layers.0.self_attn cache write, k: sequence 1, position 9, element 3: "
     )
+
+
+@torch.no_grad()
+def test_traces_of_a_batch_and_of_one_sequence_compare(model: Any) -> None:
+    """Sequence 1 of a batch is sequence 0 of its own; sequence 0 of the batch is not."""
+    prompts = sequences((4, 6), 19)
+    with recorded(model) as batch:
+        full_logits(model, prompts)
+    with recorded(model) as alone:
+        full_logits(model, prompts[1:])
+    assert first_difference(batch, alone, {1: 0}) is None
+    assert first_difference(batch, alone, {0: 0}) is not None
 
 
 def test_the_tracer_refuses_what_it_cannot_compare(model: Any, qwen3: Any) -> None:
@@ -558,6 +571,14 @@ def test_batches_without_tokens_are_refused() -> None:
 
 def test_patched_classes_are_those_of_the_installed_transformers(model: Any) -> None:
     """Every module that computes has a forward of ours, and every kind of forward is used by some family."""
-    used = {patch._installed(m) for m in model.modules()} - {None}
-    assert {patch._base, patch._layer, patch._attention, patch._linear, patch._embedding, patch._norm, patch._angles} <= used
-    assert ({patch._mlp} <= used) != ({patch._moe, patch._router, patch._experts} <= used)
+    used = {forwards.installed(m) for m in model.modules()} - {None}
+    assert {
+        forwards._base,
+        forwards._layer,
+        forwards._attention,
+        forwards._linear,
+        forwards._embedding,
+        forwards._norm,
+        forwards._angles,
+    } <= used
+    assert ({forwards._mlp} <= used) != ({forwards._moe, forwards._router, forwards._experts} <= used)
