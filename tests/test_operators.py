@@ -142,11 +142,19 @@ def test_a_row_depends_on_itself_alone(operators: Operators, perturbed: Operator
     assert differing(wrong(every[:1]), tuple(out[:1] for out in wrong(every))) > 0
 
 
-def test_vector_width_changes_no_bit(operators: Operators, tmp_path: Path) -> None:
-    """Built for plain x86-64 or another base architecture: four lanes, no fused instruction, another optimizer level."""
-    narrow, every = table(compiled(KERNELS / "operators.cpp", tmp_path, "-O1")), torch.arange(ROWS)
+def builds() -> list[list[str]]:
+    """Flags of every vector width that this machine runs: four lanes everywhere, then eight and sixteen."""
+    known = Path("/proc/cpuinfo").read_text().split() if Path("/proc/cpuinfo").exists() else []
+    wide = {"avx2": ["-O2", "-mavx2", "-mfma"], "avx512f": ["-O2", "-mavx512f", "-mfma"]}
+    return [["-O1"], *(flags for name, flags in wide.items() if name in known)]
+
+
+@pytest.mark.parametrize("flags", builds(), ids=" ".join)
+def test_vector_width_changes_no_bit(operators: Operators, tmp_path: Path, flags: list[str]) -> None:
+    """Other optimizer levels too; without the second flag no fused instruction on x86-64."""
+    other, every = table(compiled(KERNELS / "operators.cpp", tmp_path, *flags)), torch.arange(ROWS)
     for name, run in table(operators).items():
-        assert differing(narrow[name](every), run(every)) == 0, name
+        assert differing(other[name](every), run(every)) == 0, name
 
 
 def test_large_products_use_threads_and_blocks(operators: Operators, witness: Operators) -> None:
