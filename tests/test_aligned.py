@@ -30,7 +30,7 @@ from tools.demo_ratio import main as demo
 
 Tensor = torch.Tensor
 FAMILIES = tuple(SHAPES)
-PROMPTS, RESPONSES = (1, 5, 17, 64, 65, 131), (20, 3, 1, 12, 7, 9)  # tokens: both sides of attention's tile of 64 keys
+PROMPTS, RESPONSES = (1, 5, 17, 64, 65, 131), (9, 3, 1, 7, 2, 5)  # tokens: both sides of attention's tile of 64 keys
 
 
 @pytest.fixture(autouse=True)
@@ -551,7 +551,7 @@ def test_other_weights_and_contracts_are_refused(rolled: tuple[Any, Rollout]) ->
 
 
 def test_demo_ratio(capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = ["--sequences", "2", "--prompt", "16", "--response", "16", "--layers", "1", "--repeats", "1"]
+    sizes = ["--sequences", "2", "--prompt", "8", "--response", "16", "--layers", "1", "--repeats", "1"]
     assert demo([*sizes, "--family", "qwen2"]) == 0
     lines = {line[:40].strip(): line[40:].split() for line in capsys.readouterr().out.splitlines()[1:]}
     equal = lines["of equal bits, decode and trainer"]

@@ -14,7 +14,7 @@ import torch
 from tools.core.errors import UserError
 
 SHAPES: dict[str, dict[str, Any]] = {  # query heads / KV heads of Qwen2.5-1.5B, Qwen3-8B, Qwen3-30B-A3B, Mixtral-8x7B
-    "qwen2": {"num_attention_heads": 6, "num_key_value_heads": 1, "hidden_size": 768, "intermediate_size": 320},
+    "qwen2": {"num_attention_heads": 6, "num_key_value_heads": 1, "head_dim": 128, "intermediate_size": 320},
     "qwen3": {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128, "intermediate_size": 384},
     "qwen3_moe": {
         "num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 128, "intermediate_size": 384,

@@ -37,22 +37,30 @@ def padded(sequences: Sequence[Tokens]) -> Tensor:
 
 def full_logits(model: Any, sequences: Sequence[Tokens]) -> list[Tensor]:
     """Logits [tokens, vocabulary] of each sequence from one pass over all of them, padded on the right."""
-    ids = padded(sequences)
-    mask = torch.zeros_like(ids)
-    for row, sequence in zip(mask, sequences, strict=True):
-        row[: len(sequence)] = 1
+    ids, mask = _batch(sequences)
     logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
     return [logits[i, : len(sequence)] for i, sequence in enumerate(sequences)]
 
 
 def score(model: Any, prompts: Sequence[Tokens], responses: Sequence[Tokens]) -> list[Tensor]:
-    """Log-probabilities of the responses' tokens in one pass over whole sequences; differentiable."""
+    """Log-probabilities of the responses' tokens in one pass over whole sequences; differentiable.
+
+    The LM head sees the rows that predict a response's token, and no others.
+    """
     layers = aligned_of(model).layers
-    whole = [[*p, *r] for p, r in zip(prompts, responses, strict=True)]
-    found = []
-    for logits, p, r in zip(full_logits(model, whole), prompts, responses, strict=True):
-        found.append(layers.log_prob(logits[len(p) - 1 : -1], torch.tensor(r)))
-    return found
+    ids, mask = _batch([[*p, *r] for p, r in zip(prompts, responses, strict=True)])
+    hidden = model.model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
+    counts = [len(r) for r in responses]
+    rows = [hidden[i, len(p) - 1 : len(p) - 1 + count] for i, (p, count) in enumerate(zip(prompts, counts, strict=True))]
+    targets = torch.tensor([token for response in responses for token in response])
+    return list(torch.split(layers.log_prob(model.lm_head(torch.cat(rows)), targets), counts))
+
+
+def _batch(sequences: Sequence[Tokens]) -> tuple[Tensor, Tensor]:
+    """Ids and mask [B, longest], padded on the right."""
+    ids = padded(sequences)
+    lengths = torch.tensor([len(sequence) for sequence in sequences])
+    return ids, (torch.arange(ids.shape[1]) < lengths[:, None]).long()
 
 
 @torch.no_grad()
@@ -71,8 +79,8 @@ def stepwise(
     if bool(cache.lengths.any()):
         raise UserError(f"the cache holds {cache.lengths.tolist()} tokens: clear it first")
     cache.expect(lengths)
-    logits = model(input_ids=padded(prompts), cache=cache).logits
-    last = logits[torch.arange(len(prompts)), torch.tensor(lengths) - 1]
+    hidden = model.model(input_ids=padded(prompts), cache=cache).last_hidden_state
+    last = model.lm_head(hidden[torch.arange(len(prompts)), torch.tensor(lengths) - 1])
     for step in range(steps):
         tokens = choose(step, last)
         last = model(input_ids=tokens[:, None], cache=cache).logits[:, 0]
