@@ -180,11 +180,27 @@ def test_commands_of_the_readme_exist(repo: Path) -> None:
             assert f'"{option}"' in source, f"{script} has no {option}"
 
 
+def python_block(repo: Path, word: str) -> str:
+    """The README's first Python block that has a word."""
+    blocks = re.findall(r"```python\n(.*?)```", (repo / "README.md").read_text(), re.S)
+    return next(block for block in blocks if word in block)
+
+
+def test_the_models_example_of_the_readme_runs(repo: Path) -> None:
+    """It ends with equal bits of rollout and trainer."""
+    pytest.importorskip("transformers", reason="transformers is not installed (it needs Python 3.11): pip install '.[models]'")
+    code = python_block(repo, "patch_model")
+    assert "assert equal_bits(old, new)" in code
+    exec(compile(code, "README.md", "exec"), {})
+
+
 def test_the_example_of_the_readme_runs(repo: Path) -> None:
     """Every call of the README's Python block, on the CPU target."""
-    block = re.search(r"```python\n(.*?)```", (repo / "README.md").read_text(), re.S)
-    assert block is not None
-    code = block[1].replace('load_kernel("h200")', 'load_kernel("cpu")').replace('device="cuda"', 'device="cpu"')
+    code = (
+        python_block(repo, "load_kernel")
+        .replace('load_kernel("h200")', 'load_kernel("cpu")')
+        .replace('device="cuda"', 'device="cpu"')
+    )
     names: dict[str, object] = {}
     torch.manual_seed(17)
     exec(compile(code, "README.md", "exec"), names)  # the block is complete: it makes its own tensors

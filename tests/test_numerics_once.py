@@ -33,7 +33,7 @@ def code_outside_numerics(text: str) -> str:
 def kernel_files(repo: Path) -> list[Path]:
     experimental = repo / "experimental"
     found = [p for end in ("cu", "cuh", "cpp", "h") for p in experimental.rglob(f"*.{end}")]
-    return sorted(p for p in found if p.name != "witness.cpp")  # the scalar witness is numerics from top to bottom
+    return sorted(p for p in found if not p.name.endswith("witness.cpp"))  # a scalar witness is numerics from top to bottom
 
 
 def pattern(path: Path) -> re.Pattern[str]:
@@ -55,6 +55,7 @@ def test_no_rounding_instruction_outside_numerics(repo: Path) -> None:
         ("portable_attn.cu", "x = __fmul_rn(x, y);"),
         ("unified_attn.cpp", "x = __builtin_fmaf(x, y, z);"),
         ("unified_attn.cpp", "x = std::exp2(x);"),
+        ("operators.cpp", "x = __builtin_fma(x, y, z);"),
     ],
 )
 def test_a_stray_instruction_is_found(repo: Path, name: str, line: str) -> None:

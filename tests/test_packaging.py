@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -56,6 +57,7 @@ def test_every_package_that_is_installed_is_pinned(repo: Path) -> None:
     pinned = constrained((repo / "constraints.txt").read_text())
     needed = set(required(named(text, "dependencies") + named(text, "dev")))
     assert {"torch", "networkx", "matplotlib", "pytest"} <= needed
+    assert "transformers" in needed or sys.version_info < (3, 11)  # what the tests of models need runs where they do
     assert sorted(needed - set(pinned)) == []
 
 
