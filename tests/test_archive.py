@@ -14,7 +14,7 @@ import pytest
 from archive_tools import ARCHIVE, EVIDENCE, RUN, Quick, copied, edit, forge_report, restored
 from ir_tools import unsynced
 
-from tools.archive import reading
+from tools.archive import evidence, reading, targets
 from tools.archive.verify import update
 from tools.core.errors import UserError, run_command
 from tools.core.files import sha256_bytes
@@ -267,3 +267,11 @@ def test_the_schema_of_validations(root: Path) -> None:
 def test_differences(stated: Any, found: Any, words: str | None) -> None:
     problem = reading.difference(stated, found, "x")
     assert problem is None if words is None else problem is not None and words in problem
+
+
+def test_texts_of_the_fuzzer_are_counted(repo: Path) -> None:
+    """Verdicts of searches; planted faults that were found, of which six for each of two seeds."""
+    known = targets.load(repo)
+    for name, target, counted in (("fuzz-h200.txt", "h200", 3), ("fuzz-planted-cpu.txt", "cpu", 12)):
+        item = evidence.read(repo, f"{EVIDENCE}/{name}", known)
+        assert (item.kind, item.target, item.counted) == ("fuzz", target, counted), name

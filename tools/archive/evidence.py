@@ -41,11 +41,12 @@ def read(root: Path, name: str, targets: dict[str, Target]) -> Item:
     digest = sha256_bytes(read_bytes(plain(root, name)))
     if name.endswith(".txt"):
         text = read_bytes(root / name).decode("utf-8", "replace")
-        said = re.search(r"^\$ python tools/fuzz\.py --gpu (\S+)", text, re.M)
+        said = re.search(r"^\$ python (?:tools/fuzz\.py --gpu (\S+)|tests/planted/run\.py)", text, re.M)
         if said is None:
-            raise UserError(f"{name}: no output of tools/fuzz.py --gpu TARGET")
-        _known(name, said[1], targets)
-        return Item(name, digest, "fuzz", said[1], text.count("\nverdict "))
+            raise UserError(f"{name}: no output of tools/fuzz.py --gpu TARGET, nor of tests/planted/run.py")
+        target = said[1] or "cpu"
+        _known(name, target, targets)
+        return Item(name, digest, "fuzz", target, len(re.findall(r"^(?:verdict |seed \d+ .* found )", text, re.M)))
     record = read_json(root, name)
     if not isinstance(record, dict):
         raise UserError(f"{name}: no JSON object")
