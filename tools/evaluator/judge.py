@@ -230,7 +230,7 @@ class Judge(Race):
         if missing := self.baselines.missing_library():
             self.record["notes"].append(missing)
         context = self._context(self.seed)
-        if self.record["compatibility"]:  # what is shared out is shared out as on the target
+        if self.record["compatibility"] and self.device == "cuda":  # what is shared out is shared out as on the target
             wanted = self.runners["candidate"].multiprocessors = int(self.target.config["target"]["multiprocessors"])
             self.record["notes"].append(f"in the correctness checks every call was told of {wanted} multiprocessors")
         try:
